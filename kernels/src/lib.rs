@@ -1,1 +1,13 @@
-//! Placeholder.
+//! What moves bytes: cache layouts and their signatures, the reference copy, and one folder a device.
+//!
+//! Pure parts (`layout`, `signature`, `plan`, `reference`) do no IO and serve clients too. Everything unsafe about a
+//! device lives in its folder. The invariant: a device is only ever handed ranges that were checked against the region
+//! that they lie in, so that no safe call of this crate reads or writes past one.
+#![deny(unsafe_code)]
+
+pub mod device;
+pub mod guard;
+pub mod layout;
+pub mod plan;
+pub mod signature;
+mod sync;

@@ -4,10 +4,12 @@
 //! the session memory (`statecopy-session`), and nowhere else.
 #![forbid(unsafe_code)]
 
+mod copy;
 mod id;
 mod refusal;
 mod version;
 
+pub use copy::{DataType, Direction, IndexWidth, PlanKind, UnknownDataType};
 pub use id::{BindingId, Incarnation, IncarnationError, Lane, RegionId, SessionId, SignatureHash};
 pub use refusal::{Leaves, Refusal, RefusalCode, UnknownCode};
 pub use version::{PROTOCOL_NEWEST, PROTOCOL_OLDEST, ProtocolVersion};

@@ -1,0 +1,268 @@
+//! What a device is to the rest of the system.
+//!
+//! A device process holds one [`Device`]. Its preparing thread calls [`Device`]; its executor thread owns the one
+//! [`Launcher`] and calls nothing else. Regions and caches are shared between the two behind `Arc`.
+
+use std::fmt;
+use std::ops::Range;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use statecopy_proto::{DataType, Direction, IndexWidth, PlanKind, Refusal};
+
+use crate::layout::Placement;
+use crate::plan::{KernelClass, Variant};
+use crate::signature::DeviceUuid;
+
+/// What a device says of itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceDescription {
+    /// `host`, `cuda` or `ascend`.
+    pub kind: &'static str,
+    /// The identity in every signature.
+    pub uuid: DeviceUuid,
+    /// The name that a person reads.
+    pub name: String,
+    /// The family that decides the plan kind; `None` when unknown, and then nothing is fused.
+    pub family: Option<String>,
+    /// Types for which the device declares the fused capability.
+    pub fused: Vec<DataType>,
+}
+
+/// How a worker offers a region of its memory.
+#[derive(Debug)]
+pub enum RegionOffer {
+    /// A memfd by descriptor.
+    Memfd {
+        /// The descriptor.
+        descriptor: OwnedFd,
+        /// The size that the worker announced.
+        bytes: u64,
+    },
+}
+
+/// Which allocation lies behind a region: equal for two regions of the same memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct AllocationId(pub u64, pub u64);
+
+/// Memory of a device, mapped into this process.
+pub trait Region: fmt::Debug + Send + Sync + 'static {
+    /// Bytes of it. The start is a multiple of 16.
+    fn bytes(&self) -> u64;
+    /// The allocation behind it.
+    fn allocation(&self) -> AllocationId;
+}
+
+/// The compiler configuration (contract: Seal): what may not change between prepare and seal.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Configuration {
+    /// Name and value, sorted by name.
+    pub entries: Vec<(String, String)>,
+}
+
+impl Configuration {
+    /// The names whose values differ.
+    #[must_use]
+    pub fn drift(&self, now: &Self) -> Vec<String> {
+        let mut names: Vec<String> = self
+            .entries
+            .iter()
+            .filter(|entry| !now.entries.contains(entry))
+            .chain(now.entries.iter().filter(|entry| !self.entries.contains(entry)))
+            .map(|(name, _)| name.clone())
+            .collect();
+        names.sort();
+        names.dedup();
+        names
+    }
+}
+
+/// A device: memory, kernels, and the means to launch them.
+pub trait Device: fmt::Debug + Send + Sync + Sized + 'static {
+    /// Memory that was imported or allocated.
+    type Region: Region;
+    /// The compiled variants of one kernel class. Holds no pointer, stream or request buffer.
+    type Variants: fmt::Debug + Send + Sync + 'static;
+    /// Base addresses of the layers of one binding (one) or binding set (many), where the kernels read them.
+    type Caches: fmt::Debug + Send + Sync + 'static;
+    /// The executor's side.
+    type Launcher: Launcher<Self>;
+
+    /// What it says of itself.
+    fn description(&self) -> &DeviceDescription;
+
+    /// Maps what a worker offers.
+    ///
+    /// # Errors
+    /// HANDLE_INVALID or HANDLE_UNSUPPORTED; nothing stays mapped.
+    fn import(&self, offer: RegionOffer) -> Result<Self::Region, Refusal>;
+
+    /// Allocates zeroed scratch for prepare. Never called between a seal and the next registration.
+    ///
+    /// # Errors
+    /// PREPARE_FAILED when there is no memory.
+    fn scratch(&self, bytes: u64) -> Result<Self::Region, Refusal>;
+
+    /// Compiles or loads the variants of a class. Never called between a seal and the next registration.
+    ///
+    /// # Errors
+    /// PREPARE_FAILED with the compiler's message.
+    fn compile(&self, class: &KernelClass) -> Result<Self::Variants, Refusal>;
+
+    /// Binds layers of one signature. All placements have equal layouts and lie in their region; both are checked.
+    ///
+    /// # Errors
+    /// SIGNATURE_MISMATCH or OUT_OF_REGION.
+    fn bind(&self, layers: &[(Arc<Self::Region>, Placement)]) -> Result<Self::Caches, Refusal>;
+
+    /// Reads the compiler configuration now. The only call that reads the environment.
+    fn configuration(&self) -> Configuration;
+
+    /// Looks for injected libraries and callbacks.
+    ///
+    /// # Errors
+    /// HOOK_PRESENT naming what was found.
+    fn check_hooks(&self) -> Result<(), Refusal>;
+
+    /// The launching side. Each has its own streams or threads.
+    ///
+    /// # Errors
+    /// PREPARE_FAILED when it cannot be made.
+    fn launcher(&self) -> Result<Self::Launcher, Refusal>;
+}
+
+/// A range of a region that holds it whole.
+#[derive(Debug)]
+pub struct Slice<'a, R> {
+    region: &'a Arc<R>,
+    offset: u64,
+    bytes: u64,
+}
+
+impl<'a, R: Region> Slice<'a, R> {
+    /// `bytes` bytes at `offset`; `None` when they reach past the region.
+    #[must_use]
+    pub fn new(region: &'a Arc<R>, offset: u64, bytes: u64) -> Option<Self> {
+        let end = offset.checked_add(bytes)?;
+        (end <= region.bytes()).then_some(Self { region, offset, bytes })
+    }
+
+    /// The region.
+    #[must_use]
+    pub fn region(&self) -> &'a Arc<R> {
+        self.region
+    }
+
+    /// Where it begins, in bytes from the region's start.
+    #[must_use]
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// How long it is.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+/// Where a request's indices are.
+#[derive(Debug)]
+pub enum Indices<'a, R> {
+    /// Copied to private memory.
+    Int32(&'a [i32]),
+    /// Copied to private memory.
+    Int64(&'a [i64]),
+    /// In shared memory, `selected` of them; each is loaded once, volatile, and only that value is used.
+    Shared(IndexWidth, Slice<'a, R>),
+}
+
+impl<R> Indices<'_, R> {
+    /// How wide they are.
+    #[must_use]
+    pub fn width(&self) -> IndexWidth {
+        match self {
+            Self::Int32(_) => IndexWidth::Int32,
+            Self::Int64(_) => IndexWidth::Int64,
+            Self::Shared(width, _) => *width,
+        }
+    }
+}
+
+/// Where a request's initial-state flags are. One byte each; zero is false.
+#[derive(Debug)]
+pub enum Flags<'a, R> {
+    /// Every valid row.
+    None,
+    /// Copied to private memory.
+    Inline(&'a [u8]),
+    /// In shared memory, `selected` of them; each is loaded once.
+    Shared(Slice<'a, R>),
+}
+
+/// One launch: a part of one request. Everything in it was checked by the caller; a device asserts the sizes.
+#[derive(Debug)]
+pub struct Launch<'a, D: Device> {
+    /// The sealed plan's kind.
+    pub kind: PlanKind,
+    /// Its compiled variants.
+    pub variants: &'a D::Variants,
+    /// The layers, in the order of the packed buffer.
+    pub caches: &'a D::Caches,
+    /// Which way.
+    pub direction: Direction,
+    /// Selected rows of each layer.
+    pub selected: u64,
+    /// One index a selected row; the same for every layer.
+    pub indices: Indices<'a, D::Region>,
+    /// Initial-state flags. A scatter ignores them.
+    pub flags: Flags<'a, D::Region>,
+    /// `[L, selected, H, V, K]`.
+    pub packed: Slice<'a, D::Region>,
+    /// The part of the `L * selected` rows that this launch moves.
+    pub part: Range<u64>,
+}
+
+impl<D: Device> Launch<'_, D> {
+    /// The variant that serves it.
+    #[must_use]
+    pub fn variant(&self) -> Variant {
+        Variant::serving(self.kind, self.direction, self.indices.width())
+    }
+}
+
+/// Rows that a launch moved.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Moved {
+    /// Rows whose payload was copied.
+    pub copied: u64,
+    /// Rows that were cleared (gather) or skipped (scatter).
+    pub masked: u64,
+}
+
+/// The device failed; what was running is undefined.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("The device failed: {0}")]
+pub struct DeviceFault(pub String);
+
+/// One launch under way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ticket(pub u64);
+
+/// The executor's side of a device. Never blocks, allocates device memory, compiles or reads the environment.
+pub trait Launcher<D: Device>: Send {
+    /// Whether a foreign hook sits on the launch path: one load.
+    fn hooked(&self) -> bool;
+
+    /// Starts a launch.
+    ///
+    /// # Errors
+    /// When the device failed.
+    fn launch(&mut self, launch: &Launch<'_, D>) -> Result<Ticket, DeviceFault>;
+
+    /// The outcome of a launch, or `None` while it runs. A ticket is polled until it answers, and then no more.
+    ///
+    /// # Errors
+    /// When the device failed.
+    fn poll(&mut self, ticket: Ticket) -> Result<Option<Moved>, DeviceFault>;
+}
