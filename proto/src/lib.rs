@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 mod copy;
+pub mod descriptor_socket;
 mod id;
 mod refusal;
 mod version;
