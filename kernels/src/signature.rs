@@ -61,3 +61,65 @@ impl Signature {
         SignatureHash(u64::from_le_bytes(first))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use statecopy_proto::DataType;
+
+    use super::*;
+
+    const DEVICE: DeviceUuid = DeviceUuid([7; 16]);
+
+    fn layout(dtype: DataType, shape: [u64; 4], strides: [u64; 4]) -> CacheLayout {
+        CacheLayout::parse(dtype, &shape, &strides).unwrap()
+    }
+
+    fn hash(device: DeviceUuid, layout: &CacheLayout, offset: u64) -> u64 {
+        Signature::new(device, layout.clone(), offset).hash().0
+    }
+
+    #[test]
+    fn every_field_changes_the_hash() {
+        let base = layout(DataType::Float32, [3, 1, 4, 5], [60, 20, 5, 1]);
+        let mut other_device = DEVICE;
+        other_device.0[15] += 1;
+        let mut hashes = vec![hash(DEVICE, &base, 0), hash(other_device, &base, 0)];
+        // Payload or page stride alone do not name a layout: shapes of equal size and free strides count too.
+        for (dtype, shape, strides) in [
+            (DataType::Int32, [3, 1, 4, 5], [60, 20, 5, 1]),
+            (DataType::Float32, [4, 1, 4, 5], [60, 20, 5, 1]),
+            (DataType::Float32, [3, 2, 4, 5], [60, 20, 5, 1]),
+            (DataType::Float32, [3, 1, 5, 4], [60, 20, 4, 1]),
+            (DataType::Float32, [3, 1, 3, 5], [60, 20, 5, 1]),
+            (DataType::Float32, [3, 1, 4, 5], [61, 20, 5, 1]),
+            (DataType::Float32, [3, 1, 4, 5], [60, 21, 5, 1]),
+        ] {
+            hashes.push(hash(DEVICE, &layout(dtype, shape, strides), 0));
+        }
+        hashes.extend((1..16).map(|offset| hash(DEVICE, &base, offset)));
+        let count = hashes.len();
+        hashes.sort_unstable();
+        hashes.dedup();
+        assert_eq!(hashes.len(), count);
+    }
+
+    #[test]
+    fn another_allocation_keeps_the_hash() {
+        let layout = layout(DataType::Float32, [3, 1, 4, 5], [60, 20, 5, 1]);
+        for offset in [0, 4, 12] {
+            let hash_there = hash(DEVICE, &layout, offset);
+            for moved in [16, 4096, 1 << 40] {
+                let signature = Signature::new(DEVICE, layout.clone(), offset + moved);
+                assert_eq!(signature, Signature::new(DEVICE, layout.clone(), offset));
+                assert_eq!(signature.hash().0, hash_there);
+                assert_eq!(u64::from(signature.base_mod_16()), offset);
+            }
+        }
+    }
+
+    #[test]
+    fn the_hash_never_changes_by_accident() {
+        let layout = layout(DataType::Float32, [4096, 12, 128, 128], [5_308_416, 16_384, 128, 1]);
+        assert_eq!(hash(DEVICE, &layout, 393_216 * 4), 0x7189_be19_c6c9_986e);
+    }
+}
