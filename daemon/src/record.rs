@@ -1,0 +1,107 @@
+//! Plain records of what sessions own. From them a device process can be rebuilt: the supervisor keeps them, a device
+//! process is told them, and a restarted one is told them again with the same ids.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use statecopy_kernels::layout::Placement;
+use statecopy_proto::{BindingId, PlanKind, RegionId, SignatureHash};
+
+/// How the memory of a region came.
+#[derive(Debug, Clone)]
+pub enum RegionHandle {
+    /// A sealed memfd.
+    Memfd(Arc<OwnedFd>),
+}
+
+/// One registered region.
+#[derive(Debug, Clone)]
+pub struct RegionRecord {
+    /// Its id.
+    pub id: RegionId,
+    /// How it came. The descriptor stays with the supervisor until the region is released.
+    pub handle: RegionHandle,
+    /// Its size.
+    pub bytes: u64,
+}
+
+/// One layer that passed every check that needs no device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LayerRecord {
+    /// The worker's name for it.
+    pub name: String,
+    /// The id of its binding.
+    pub binding: BindingId,
+    /// Where it lies.
+    pub region: RegionId,
+    /// Its layout, and its place in that region.
+    pub placement: Placement,
+    /// No request selects more rows.
+    pub max_selected: u64,
+    /// Debug: refuse scatters whose valid destinations repeat.
+    pub check_unique: bool,
+}
+
+/// Layers that one request copies.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SetRecord {
+    /// The worker's name for it.
+    pub name: String,
+    /// The id of the set.
+    pub binding: BindingId,
+    /// Its layers, in the order of the packed buffer. All of one signature.
+    pub layers: Vec<BindingId>,
+}
+
+/// Everything that a session publishes: all or nothing.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RegistrationRecord {
+    /// The layers.
+    pub layers: Vec<LayerRecord>,
+    /// The sets.
+    pub sets: Vec<SetRecord>,
+}
+
+/// What a device process answers for one published binding.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PublishedBinding {
+    /// The binding or set.
+    pub binding: BindingId,
+    /// The hash that requests carry.
+    pub signature: SignatureHash,
+    /// The plan kind that was chosen.
+    pub plan: PlanKind,
+}
+
+/// How far a registration is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Progress {
+    /// The stage.
+    pub stage: Stage,
+    /// Layers done in this stage.
+    pub layers_done: u32,
+    /// Layers of the registration.
+    pub layers_total: u32,
+}
+
+/// The stages of a registration (contract: Plan).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// Compiling and running on scratch.
+    Preparing,
+    /// Comparing the configuration.
+    Sealing,
+    /// Handing the tables to the executor.
+    Publishing,
+}
+
+/// A layer that moves to other memory of the same signature.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RebindRecord {
+    /// Its binding.
+    pub binding: BindingId,
+    /// The region that it moves to.
+    pub region: RegionId,
+    /// Its place there.
+    pub placement: Placement,
+}

@@ -1,0 +1,3 @@
+//! The supervisor: owns what must not die, and never touches a device.
+
+pub mod device;

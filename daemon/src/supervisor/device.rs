@@ -1,0 +1,257 @@
+//! The supervisor's handle of one device process: what the services call.
+//!
+//! Calls are answered by the device process that lives at the time. When it dies, the keeper starts the next one, tells
+//! it every record again, and submits unanswered copies again; callers see a pause.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use statecopy_kernels::device::{DeviceDescription, Moved};
+use statecopy_kernels::layout::CacheLayout;
+use statecopy_proto::{
+    BindingId, DataType, Direction, IndexWidth, Lane, PlanKind, Refusal, RefusalCode, RegionId,
+    SessionId, SignatureHash,
+};
+use tokio::sync::{mpsc, oneshot, watch};
+
+use crate::counters::Counters;
+use crate::record::{Progress, PublishedBinding, RebindRecord, RegionRecord, RegistrationRecord};
+
+/// What is known of the device process now.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DeviceState {
+    /// The process, 0 while there is none.
+    pub pid: u32,
+    /// Whether it serves.
+    pub ready: bool,
+    /// How often it was started again.
+    pub restarts: u64,
+    /// Whether it failed for good and the daemon must end.
+    pub failed: bool,
+}
+
+/// Where a copy's indices are.
+#[derive(Debug, Clone)]
+pub enum CopyIndices {
+    /// Little-endian bytes, `selected` of that width.
+    Inline(IndexWidth, Vec<u8>),
+    /// In a registered region.
+    Shared(IndexWidth, RegionId, u64),
+}
+
+/// Where a copy's flags are.
+#[derive(Debug, Clone)]
+pub enum CopyFlags {
+    /// There are none.
+    None,
+    /// One byte each.
+    Inline(Vec<u8>),
+    /// In a registered region.
+    Shared(RegionId, u64),
+}
+
+/// One copy, as a session asks for it. Nothing in it has been checked against the sealed plan.
+#[derive(Debug, Clone)]
+pub struct Copy {
+    /// Who asks.
+    pub session: SessionId,
+    /// The binding or set.
+    pub binding: BindingId,
+    /// What the worker believes in.
+    pub signature: SignatureHash,
+    /// Which way.
+    pub direction: Direction,
+    /// Rows selected.
+    pub selected: u64,
+    /// Indices.
+    pub indices: CopyIndices,
+    /// Flags.
+    pub flags: CopyFlags,
+    /// The packed buffer: region, offset and size in bytes, and the type that the caller believes in.
+    pub packed: (RegionId, u64, u64),
+    /// The packed buffer's type.
+    pub packed_dtype: DataType,
+    /// The lane.
+    pub lane: Lane,
+    /// When it is too late to start.
+    pub deadline: Instant,
+}
+
+/// One compiled table, as `statecopy status` shows it.
+#[derive(Debug, Clone)]
+pub struct PlanInspection {
+    /// The signature it serves.
+    pub signature: SignatureHash,
+    /// Its kind.
+    pub plan: PlanKind,
+    /// The layout.
+    pub layout: CacheLayout,
+    /// The base address class.
+    pub base_mod_16: u8,
+    /// `prepared`, `sealed` or `published`.
+    pub state: &'static str,
+    /// Name and launches of each variant.
+    pub variants: Vec<(String, u64)>,
+    /// Bindings that share it.
+    pub bindings: u32,
+}
+
+/// What the keeper of the device process is asked. Each carries the way back for its answer.
+#[derive(Debug)]
+pub(crate) enum Command {
+    /// Map a region.
+    ImportRegion(SessionId, RegionRecord, Answer<()>),
+    /// Unmap a region.
+    DropRegion(SessionId, RegionId, Answer<()>),
+    /// Prepare, seal and publish.
+    Register(SessionId, RegistrationRecord, mpsc::Sender<Progress>, Answer<Vec<PublishedBinding>>),
+    /// Move layers to other memory.
+    Rebind(SessionId, Vec<RebindRecord>, Answer<()>),
+    /// Withdraw what a session published.
+    ReleaseLayers(SessionId, Answer<()>),
+    /// Forget a session.
+    CloseSession(SessionId, Answer<()>),
+    /// Submit a copy.
+    Copy(Box<Copy>, Answer<Moved>),
+    /// List the compiled tables.
+    Inspect(Answer<Vec<PlanInspection>>),
+    /// End the device process once everything submitted is answered.
+    Shutdown(Answer<()>),
+}
+
+/// The way back of one answer.
+pub(crate) type Answer<T> = oneshot::Sender<Result<T, Refusal>>;
+
+/// The services' handle of one device. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct DeviceHandle {
+    description: Arc<DeviceDescription>,
+    counters: Arc<Counters>,
+    state: watch::Receiver<DeviceState>,
+    commands: mpsc::Sender<Command>,
+}
+
+impl DeviceHandle {
+    pub(crate) fn new(
+        description: Arc<DeviceDescription>,
+        counters: Arc<Counters>,
+        state: watch::Receiver<DeviceState>,
+        commands: mpsc::Sender<Command>,
+    ) -> Self {
+        Self { description, counters, state, commands }
+    }
+
+    /// What the device says of itself.
+    #[must_use]
+    pub fn description(&self) -> &DeviceDescription {
+        &self.description
+    }
+
+    /// What its process counts.
+    #[must_use]
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// The state now and its changes.
+    #[must_use]
+    pub fn state(&self) -> watch::Receiver<DeviceState> {
+        self.state.clone()
+    }
+
+    /// Maps a region and keeps its record until it is dropped or the session closes.
+    ///
+    /// # Errors
+    /// HANDLE_INVALID and HANDLE_UNSUPPORTED from the device, UNAVAILABLE when it is gone for good.
+    pub async fn import_region(
+        &self,
+        session: SessionId,
+        region: RegionRecord,
+    ) -> Result<(), Refusal> {
+        self.ask(|answer| Command::ImportRegion(session, region, answer)).await
+    }
+
+    /// Unmaps a region.
+    ///
+    /// # Errors
+    /// UNAVAILABLE when the device is gone for good.
+    pub async fn drop_region(&self, session: SessionId, region: RegionId) -> Result<(), Refusal> {
+        self.ask(|answer| Command::DropRegion(session, region, answer)).await
+    }
+
+    /// Prepares, seals and publishes all layers, in place of what the session had published, or none. Until it
+    /// answers, copies of the session are NOT_SEALED.
+    ///
+    /// # Errors
+    /// The refusal that names the layer.
+    pub async fn register(
+        &self,
+        session: SessionId,
+        registration: RegistrationRecord,
+        progress: mpsc::Sender<Progress>,
+    ) -> Result<Vec<PublishedBinding>, Refusal> {
+        self.ask(|answer| Command::Register(session, registration, progress, answer)).await
+    }
+
+    /// Moves published layers to other memory of the same signature.
+    ///
+    /// # Errors
+    /// STALE_PLAN, SIGNATURE_MISMATCH, REGION_UNKNOWN, OVERLOADED.
+    pub async fn rebind(
+        &self,
+        session: SessionId,
+        layers: Vec<RebindRecord>,
+    ) -> Result<(), Refusal> {
+        self.ask(|answer| Command::Rebind(session, layers, answer)).await
+    }
+
+    /// Withdraws what a session published. Answers when no copy of it runs.
+    ///
+    /// # Errors
+    /// UNAVAILABLE when the device is gone for good.
+    pub async fn release_layers(&self, session: SessionId) -> Result<(), Refusal> {
+        self.ask(|answer| Command::ReleaseLayers(session, answer)).await
+    }
+
+    /// Forgets a session: withdraws, unmaps, drops records. Answers when nothing of it is left.
+    ///
+    /// # Errors
+    /// UNAVAILABLE when the device is gone for good.
+    pub async fn close_session(&self, session: SessionId) -> Result<(), Refusal> {
+        self.ask(|answer| Command::CloseSession(session, answer)).await
+    }
+
+    /// Submits a copy and waits for its one terminal answer. It outlives a death of the device process.
+    ///
+    /// # Errors
+    /// Any refusal of the executor; DEVICE_LOST when the device process died under it twice.
+    pub async fn copy(&self, copy: Copy) -> Result<Moved, Refusal> {
+        self.ask(|answer| Command::Copy(Box::new(copy), answer)).await
+    }
+
+    /// Lists the compiled tables.
+    ///
+    /// # Errors
+    /// UNAVAILABLE when the device is gone for good.
+    pub async fn inspect(&self) -> Result<Vec<PlanInspection>, Refusal> {
+        self.ask(Command::Inspect).await
+    }
+
+    /// Ends the device process once everything submitted is answered.
+    ///
+    /// # Errors
+    /// UNAVAILABLE when it is gone already.
+    pub async fn shutdown(&self) -> Result<(), Refusal> {
+        self.ask(Command::Shutdown).await
+    }
+
+    async fn ask<T>(&self, command: impl FnOnce(Answer<T>) -> Command) -> Result<T, Refusal> {
+        let (answer, answered) = oneshot::channel();
+        self.commands.send(command(answer)).await.map_err(|_| gone())?;
+        answered.await.map_err(|_| gone())?
+    }
+}
+
+fn gone() -> Refusal {
+    Refusal::new(RefusalCode::Unavailable, "The device process is gone and is not started again")
+}
