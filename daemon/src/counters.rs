@@ -90,6 +90,10 @@ impl Counter {
         }
     }
 
+    fn offset(self) -> u64 {
+        self.word() as u64 * 8
+    }
+
     fn word(self) -> usize {
         let by_direction = |at: usize, direction: Direction| match direction {
             Direction::Gather => at * DIRECTIONS,
@@ -150,16 +154,15 @@ impl Counters {
 
     /// Adds to a counter. Only the device process does.
     pub fn add(&self, counter: Counter, amount: u64) {
-        let at = counter.word() * 8;
-        let value = self.memory.load_u64(at, Ordering::Relaxed).unwrap_or(0);
-        let stored = self.memory.store_u64(at, value.wrapping_add(amount), Ordering::Relaxed);
-        debug_assert!(stored.is_ok(), "every counter lies inside the counter memory");
+        if let Ok(word) = self.memory.atomic_u64(counter.offset()) {
+            word.fetch_add(amount, Ordering::Relaxed);
+        }
     }
 
     /// The value of a counter.
     #[must_use]
     pub fn get(&self, counter: Counter) -> u64 {
-        self.memory.load_u64(counter.word() * 8, Ordering::Relaxed).unwrap_or(0)
+        self.memory.atomic_u64(counter.offset()).map_or(0, |word| word.load(Ordering::Relaxed))
     }
 }
 
