@@ -1,0 +1,257 @@
+//! Where everything lies in the session memory. `docs/session-memory.md` tells the same to people.
+//!
+//! ```text
+//! 0        header                       4,096 B   written once by the daemon
+//! 4,096    the submitter's words        4,096 B   one 128-byte line each
+//! 8,192    the executor's words         4,096 B   one 128-byte line each
+//! 12,288   timeline words              16,384 B   64 lanes x {bell, done}, one 128-byte line each (reserved)
+//! 28,672   completion slots     slots x 128 B     written by the executor
+//!          descriptor slots     slots x 256 B     written by the submitter
+//!          inline space         slots x inline_bytes, written by the submitter
+//! ```
+//!
+//! Every area starts at a multiple of 4,096. Words that are written by different sides, or apart from each other, never share
+//! a line of 128 bytes: that is two cache lines of x86, which fetches them in pairs, and one of the larger ARM server cores.
+//! All numbers are in the byte order of the machine: both sides run on one.
+
+use statecopy_proto::{Incarnation, SessionId};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// The first eight bytes.
+pub const MAGIC: [u8; 8] = *b"scsessio";
+/// Version of everything in this module and in [`crate::CopyDescriptor`]. Another version is another layout.
+pub const ABI_VERSION: u32 = 1;
+
+/// Bytes of the header.
+pub const HEADER_BYTES: u32 = 128;
+/// Alignment of an area.
+pub const AREA_BYTES: u64 = 4096;
+/// Bytes between two words that are written apart from each other.
+pub const LINE_BYTES: u32 = 128;
+/// Bytes of a descriptor slot.
+pub const DESCRIPTOR_BYTES: u32 = 256;
+/// Bytes of a completion slot.
+pub const COMPLETION_BYTES: u32 = 128;
+/// Lanes that have timeline words.
+pub const LANES: u32 = 64;
+/// Most slots of a ring.
+pub const SLOTS_MAX: u32 = 1024;
+/// Most bytes of inline space for each slot: 64 MiB.
+pub const INLINE_BYTES_MAX: u32 = 64 << 20;
+
+/// `submitted`, u64: how many requests were ever published.
+pub const SUBMITTED: u64 = AREA_BYTES;
+/// `submitter_sleeping`, u32: not zero while the submitter wants its doorbell rung.
+pub const SUBMITTER_SLEEPING: u64 = SUBMITTED + LINE_BYTES as u64;
+/// `executor_sleeping`, u32: not zero while the executor wants its doorbell rung.
+pub const EXECUTOR_SLEEPING: u64 = 2 * AREA_BYTES;
+/// `wake`, u32: the futex that a sleeping submitter will wait on. Reserved: zero.
+pub const WAKE: u64 = EXECUTOR_SLEEPING + LINE_BYTES as u64;
+/// The timeline words, for each lane a line with `bell` (u64, the submitter's) and a line with `done` (u64, the executor's).
+/// Reserved: zero.
+pub const TIMELINE: u64 = 3 * AREA_BYTES;
+/// The completion slots.
+pub const COMPLETIONS: u64 = TIMELINE + LANES as u64 * 2 * LINE_BYTES as u64;
+
+/// `state`, u64, in a completion slot: `sequence << 2 | phase`, where phase is 1 accepted, 2 answered; 0 before the first.
+pub const COMPLETION_STATE: u64 = 0;
+/// The answer in a completion slot, [`ANSWER_WORDS`] words of u64.
+pub const COMPLETION_ANSWER: u64 = 8;
+/// Words of an answer: outcome, two numbers, the executor's nanoseconds.
+pub const ANSWER_WORDS: usize = 4;
+/// Words of a descriptor.
+pub const DESCRIPTOR_WORDS: usize = 32;
+
+const _: () = assert!(COMPLETIONS == 28_672 && COMPLETIONS.is_multiple_of(AREA_BYTES));
+const _: () = assert!(SUBMITTER_SLEEPING + LINE_BYTES as u64 <= EXECUTOR_SLEEPING);
+const _: () = assert!(WAKE + LINE_BYTES as u64 <= TIMELINE);
+const _: () = assert!(COMPLETION_ANSWER + 8 * ANSWER_WORDS as u64 <= COMPLETION_BYTES as u64);
+const _: () = assert!(DESCRIPTOR_WORDS * 8 == DESCRIPTOR_BYTES as usize);
+
+/// Whose memory it is. The daemon writes it; a worker that finds another one has been sent the wrong memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Identity {
+    /// The daemon's life.
+    pub incarnation: Incarnation,
+    /// The session; 0 for the supervisor's own ring.
+    pub session: SessionId,
+}
+
+/// Sizes that are not a session memory's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum LayoutError {
+    /// Slots.
+    #[error("A ring has a power of two of slots, at most {SLOTS_MAX}, not {0}")]
+    Slots(u32),
+    /// Inline space.
+    #[error(
+        "The inline space of a slot is a multiple of {AREA_BYTES} bytes, at most {INLINE_BYTES_MAX}, not {0}"
+    )]
+    InlineBytes(u32),
+}
+
+/// The two sizes that a session memory is made with. Valid by construction; all offsets follow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Parameters {
+    slots: u32,
+    inline_bytes: u32,
+}
+
+impl Parameters {
+    /// `slots` requests at once, a power of two up to [`SLOTS_MAX`]; for each `inline_bytes` bytes of indices and flags, a
+    /// multiple of 4,096 that may be 0.
+    ///
+    /// # Errors
+    /// [`LayoutError`], naming the size.
+    pub fn new(slots: u32, inline_bytes: u32) -> Result<Self, LayoutError> {
+        if !slots.is_power_of_two() || slots > SLOTS_MAX {
+            return Err(LayoutError::Slots(slots));
+        }
+        let whole = u64::from(inline_bytes).is_multiple_of(AREA_BYTES);
+        if !whole || inline_bytes > INLINE_BYTES_MAX {
+            return Err(LayoutError::InlineBytes(inline_bytes));
+        }
+        Ok(Self { slots, inline_bytes })
+    }
+
+    /// Parameters whose inline space holds `rows_max` INT64 indices and their flags, if that is not more than
+    /// [`INLINE_BYTES_MAX`].
+    ///
+    /// # Errors
+    /// [`LayoutError`], naming the size.
+    pub fn for_rows(slots: u32, rows_max: u32) -> Result<Self, LayoutError> {
+        let bytes = (u64::from(rows_max) * 9 + INLINE_ALIGNMENT).next_multiple_of(AREA_BYTES);
+        Self::new(slots, u32::try_from(bytes).unwrap_or(u32::MAX))
+    }
+
+    /// How many slots.
+    #[must_use]
+    pub fn slots(self) -> u32 {
+        self.slots
+    }
+
+    /// Bytes of inline space for each slot.
+    #[must_use]
+    pub fn inline_bytes(self) -> u32 {
+        self.inline_bytes
+    }
+
+    /// Where the descriptor slots start.
+    #[must_use]
+    pub fn descriptors(self) -> u64 {
+        let completions = u64::from(self.slots) * u64::from(COMPLETION_BYTES);
+        (COMPLETIONS + completions).next_multiple_of(AREA_BYTES)
+    }
+
+    /// Where the inline space starts.
+    #[must_use]
+    pub fn inline(self) -> u64 {
+        let descriptors = u64::from(self.slots) * u64::from(DESCRIPTOR_BYTES);
+        (self.descriptors() + descriptors).next_multiple_of(AREA_BYTES)
+    }
+
+    /// Size of the whole memory. At most 64 GiB and a little, so no sum here can overflow.
+    #[must_use]
+    pub fn total_bytes(self) -> u64 {
+        self.inline() + u64::from(self.slots) * u64::from(self.inline_bytes)
+    }
+
+    /// Where the completion slot starts.
+    pub(crate) fn completion_at(self, slot: u64) -> u64 {
+        COMPLETIONS + slot * u64::from(COMPLETION_BYTES)
+    }
+
+    /// Where the descriptor slot starts.
+    pub(crate) fn descriptor_at(self, slot: u64) -> u64 {
+        self.descriptors() + slot * u64::from(DESCRIPTOR_BYTES)
+    }
+
+    /// Where the slot's inline space starts.
+    pub(crate) fn inline_at(self, slot: u64) -> u64 {
+        self.inline() + slot * u64::from(self.inline_bytes)
+    }
+}
+
+/// Indices start at 0 of a slot's inline space, flags at the next multiple of this.
+pub const INLINE_ALIGNMENT: u64 = 16;
+
+/// The header, at offset 0. The daemon writes it once and never reads it back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Header {
+    /// [`MAGIC`].
+    pub magic: [u8; 8],
+    /// [`ABI_VERSION`].
+    pub abi_version: u32,
+    /// Bytes of this header.
+    pub header_bytes: u32,
+    /// Bytes of the whole memory.
+    pub total_bytes: u64,
+    /// How many slots.
+    pub slots: u32,
+    /// Bytes of inline space for each slot.
+    pub inline_bytes: u32,
+    /// [`DESCRIPTOR_BYTES`].
+    pub descriptor_bytes: u32,
+    /// [`COMPLETION_BYTES`].
+    pub completion_bytes: u32,
+    /// Where the submitter's words start.
+    pub submitter_offset: u64,
+    /// Where the executor's words start.
+    pub executor_offset: u64,
+    /// Where the timeline words start.
+    pub timeline_offset: u64,
+    /// Where the completion slots start.
+    pub completions_offset: u64,
+    /// Where the descriptor slots start.
+    pub descriptors_offset: u64,
+    /// Where the inline space starts.
+    pub inline_offset: u64,
+    /// [`LANES`].
+    pub lanes: u32,
+    /// [`LINE_BYTES`].
+    pub line_bytes: u32,
+    /// The session; 0 for the supervisor's own ring.
+    pub session: u64,
+    /// The daemon's life.
+    pub incarnation: [u8; 16],
+    /// Zero.
+    pub reserved: u64,
+}
+
+const _: () = assert!(size_of::<Header>() == HEADER_BYTES as usize);
+const _: () = assert!(std::mem::offset_of!(Header, abi_version) == 8);
+const _: () = assert!(std::mem::offset_of!(Header, total_bytes) == 16);
+const _: () = assert!(std::mem::offset_of!(Header, slots) == 24);
+const _: () = assert!(std::mem::offset_of!(Header, submitter_offset) == 40);
+const _: () = assert!(std::mem::offset_of!(Header, inline_offset) == 80);
+const _: () = assert!(std::mem::offset_of!(Header, session) == 96);
+const _: () = assert!(std::mem::offset_of!(Header, incarnation) == 104);
+
+impl Header {
+    /// The header of a memory with these parameters.
+    #[must_use]
+    pub fn new(parameters: Parameters, identity: Identity) -> Self {
+        Self {
+            magic: MAGIC,
+            abi_version: ABI_VERSION,
+            header_bytes: HEADER_BYTES,
+            total_bytes: parameters.total_bytes(),
+            slots: parameters.slots,
+            inline_bytes: parameters.inline_bytes,
+            descriptor_bytes: DESCRIPTOR_BYTES,
+            completion_bytes: COMPLETION_BYTES,
+            submitter_offset: SUBMITTED,
+            executor_offset: EXECUTOR_SLEEPING,
+            timeline_offset: TIMELINE,
+            completions_offset: COMPLETIONS,
+            descriptors_offset: parameters.descriptors(),
+            inline_offset: parameters.inline(),
+            lanes: LANES,
+            line_bytes: LINE_BYTES,
+            session: identity.session.0,
+            incarnation: *identity.incarnation.as_bytes(),
+            reserved: 0,
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! The session memory itself: made by the daemon, opened by its peer, mapped by both.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use statecopy_descriptors::{Doorbell, Mapping, MemoryError, SealedMemory, file_bytes};
+use statecopy_proto::{Incarnation, SessionId};
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::executor::Executor;
+use crate::layout::{
+    ABI_VERSION, COMPLETION_ANSWER, COMPLETION_STATE, EXECUTOR_SLEEPING, Header, Identity,
+    LayoutError, MAGIC, Parameters, SUBMITTED, SUBMITTER_SLEEPING,
+};
+use crate::ring::{RingBroken, SubmitterRing, TakerRing, Words};
+use crate::submitter::Submitter;
+use crate::sync::{Word32, Word64};
+
+/// Why there is no session memory.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SessionMemoryError {
+    /// The memory file is not as it must be.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    /// Its size cannot be read.
+    #[error("The size of the session memory cannot be read")]
+    Size(#[source] std::io::Error),
+    /// Smaller than a header.
+    #[error("A session memory has more than {bytes} bytes")]
+    TooSmall {
+        /// Its size.
+        bytes: u64,
+    },
+    /// It does not start with the magic: some other memory.
+    #[error("The memory is no session memory")]
+    Magic,
+    /// Another layout.
+    #[error("The session memory has layout version {found}, this side knows {ABI_VERSION}")]
+    AbiVersion {
+        /// Its version.
+        found: u32,
+    },
+    /// Sizes that no session memory has.
+    #[error("The session memory's header is wrong")]
+    Parameters(#[from] LayoutError),
+    /// A field of the header that does not follow from its sizes, or the file's size is another one.
+    #[error("The session memory's header contradicts itself or the file's {bytes} bytes")]
+    Header {
+        /// Size of the file.
+        bytes: u64,
+    },
+}
+
+/// A session memory, mapped. Cheap to clone: all clones share the mapping.
+#[derive(Debug, Clone)]
+pub struct SessionMemory {
+    mapping: Arc<Mapping>,
+    parameters: Parameters,
+    identity: Identity,
+}
+
+impl SessionMemory {
+    /// The daemon makes a fresh one. The sealed memory goes to the peer, and is kept for the next device process.
+    ///
+    /// # Errors
+    /// [`SessionMemoryError::Memory`].
+    pub fn create(
+        parameters: Parameters,
+        identity: Identity,
+    ) -> Result<(SealedMemory, Self), SessionMemoryError> {
+        let sealed = SealedMemory::create("statecopy-session", parameters.total_bytes())?;
+        let mapping = sealed.map()?;
+        let written = mapping.write(0, Header::new(parameters, identity).as_bytes());
+        assert_eq!(written, Ok(()), "a session memory holds its header");
+        Ok((sealed, Self { mapping: Arc::new(mapping), parameters, identity }))
+    }
+
+    /// The daemon maps one of its own again, for example in a new device process. It believes its own record of the
+    /// parameters, never the header, which the peer may have written over.
+    ///
+    /// # Errors
+    /// [`SessionMemoryError::Memory`], also when the size is not the one that follows from `parameters`.
+    pub fn attach(
+        fd: OwnedFd,
+        parameters: Parameters,
+        identity: Identity,
+    ) -> Result<Self, SessionMemoryError> {
+        let mapping = SealedMemory::adopt(fd, parameters.total_bytes())?.map()?;
+        Ok(Self { mapping: Arc::new(mapping), parameters, identity })
+    }
+
+    /// The peer opens what the daemon sent, and checks every field of the header.
+    ///
+    /// # Errors
+    /// [`SessionMemoryError`], by what is wrong.
+    pub fn open(fd: OwnedFd) -> Result<Self, SessionMemoryError> {
+        let bytes = file_bytes(&fd).map_err(SessionMemoryError::Size)?;
+        let mapping = SealedMemory::adopt(fd, bytes)?.map()?;
+        let mut header = [0; size_of::<Header>()];
+        mapping.read(0, &mut header).map_err(|_| SessionMemoryError::TooSmall { bytes })?;
+        let header =
+            Header::read_from_bytes(&header).map_err(|_| SessionMemoryError::TooSmall { bytes })?;
+        if header.magic != MAGIC {
+            return Err(SessionMemoryError::Magic);
+        }
+        if header.abi_version != ABI_VERSION {
+            return Err(SessionMemoryError::AbiVersion { found: header.abi_version });
+        }
+        let parameters = Parameters::new(header.slots, header.inline_bytes)?;
+        let identity = Identity {
+            incarnation: Incarnation::new(header.incarnation),
+            session: SessionId(header.session),
+        };
+        if header != Header::new(parameters, identity) || header.total_bytes != bytes {
+            return Err(SessionMemoryError::Header { bytes });
+        }
+        Ok(Self { mapping: Arc::new(mapping), parameters, identity })
+    }
+
+    /// The sizes it was made with.
+    #[must_use]
+    pub fn parameters(&self) -> Parameters {
+        self.parameters
+    }
+
+    /// Whose it is.
+    #[must_use]
+    pub fn identity(&self) -> Identity {
+        self.identity
+    }
+
+    /// The mapped bytes.
+    #[must_use]
+    pub fn mapping(&self) -> &Arc<Mapping> {
+        &self.mapping
+    }
+
+    /// The submitter's end of a fresh memory; one at most. It rings `executor_bell` when the executor sleeps.
+    #[must_use]
+    pub fn submitter(&self, executor_bell: Doorbell) -> Submitter {
+        Submitter::new(SubmitterRing::new(self.words()), executor_bell)
+    }
+
+    /// The executor's end of a fresh memory; one at most. It rings `submitter_bell` when the submitter sleeps.
+    #[must_use]
+    pub fn executor(&self, submitter_bell: Doorbell) -> Executor {
+        Executor::new(TakerRing::new(self.words()), submitter_bell)
+    }
+
+    /// The executor's end after an earlier executor died (its process is known dead): every request that was not answered is
+    /// taken again, in order.
+    ///
+    /// # Errors
+    /// [`RingBroken`] when the words cannot be a ring's.
+    pub fn resume_executor(&self, submitter_bell: Doorbell) -> Result<Executor, RingBroken> {
+        Ok(Executor::new(TakerRing::resume(self.words())?, submitter_bell))
+    }
+
+    fn words(&self) -> MappedWords {
+        MappedWords { mapping: Arc::clone(&self.mapping), parameters: self.parameters }
+    }
+}
+
+/// The words of a ring in mapped memory, at the offsets of the layout.
+#[derive(Debug)]
+pub(crate) struct MappedWords {
+    mapping: Arc<Mapping>,
+    parameters: Parameters,
+}
+
+/// Unwraps an access at an offset of the layout: the mapping was checked to be as large as the layout.
+fn inside<T, E: std::fmt::Display>(access: Result<T, E>) -> T {
+    match access {
+        Ok(value) => value,
+        Err(error) => unreachable!("the layout lies in its mapping: {error}"),
+    }
+}
+
+impl MappedWords {
+    pub(crate) fn parameters(&self) -> Parameters {
+        self.parameters
+    }
+
+    /// Copies bytes into a slot's inline space, at `offset` of it.
+    pub(crate) fn write_inline(&self, slot: u64, offset: u64, from: &[u8]) {
+        inside(self.mapping.write(self.inline(slot, offset, from.len()), from));
+    }
+
+    /// Copies bytes out of a slot's inline space, from `offset` of it, each once.
+    pub(crate) fn read_inline(&self, slot: u64, offset: u64, into: &mut [u8]) {
+        inside(self.mapping.read(self.inline(slot, offset, into.len()), into));
+    }
+
+    fn inline(&self, slot: u64, offset: u64, len: usize) -> u64 {
+        let end = u64::try_from(len).ok().and_then(|len| offset.checked_add(len));
+        let limit = u64::from(self.parameters.inline_bytes());
+        assert!(end.is_some_and(|end| end <= limit), "inline_ranges keeps to the slot");
+        self.parameters.inline_at(slot) + offset
+    }
+}
+
+impl Words for MappedWords {
+    fn slots(&self) -> u64 {
+        self.parameters.slots().into()
+    }
+
+    fn submitted(&self) -> Word64<'_> {
+        Word64::new(inside(self.mapping.atomic_u64(SUBMITTED)))
+    }
+
+    fn submitter_sleeping(&self) -> Word32<'_> {
+        Word32::new(inside(self.mapping.atomic_u32(SUBMITTER_SLEEPING)))
+    }
+
+    fn executor_sleeping(&self) -> Word32<'_> {
+        Word32::new(inside(self.mapping.atomic_u32(EXECUTOR_SLEEPING)))
+    }
+
+    fn state(&self, slot: u64) -> Word64<'_> {
+        let at = self.parameters.completion_at(slot) + COMPLETION_STATE;
+        Word64::new(inside(self.mapping.atomic_u64(at)))
+    }
+
+    fn write_descriptor(&self, slot: u64, words: &[u64]) {
+        inside(self.mapping.write_words(self.parameters.descriptor_at(slot), words));
+    }
+
+    fn read_descriptor(&self, slot: u64, words: &mut [u64]) {
+        inside(self.mapping.read_words(self.parameters.descriptor_at(slot), words));
+    }
+
+    fn write_answer(&self, slot: u64, words: &[u64]) {
+        let at = self.parameters.completion_at(slot) + COMPLETION_ANSWER;
+        inside(self.mapping.write_words(at, words));
+    }
+
+    fn read_answer(&self, slot: u64, words: &mut [u64]) {
+        let at = self.parameters.completion_at(slot) + COMPLETION_ANSWER;
+        inside(self.mapping.read_words(at, words));
+    }
+}
+
+#[cfg(test)]
+mod tests;

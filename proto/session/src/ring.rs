@@ -1,0 +1,434 @@
+//! The ring between one submitter and one executor, over words that live anywhere.
+//!
+//! ```text
+//!              next() + publish()         take()              answer()              poll()
+//! slot: free -----------------> published -----> taken, accepted -----> answered -----> free
+//! ```
+//!
+//! * *publish*: the submitter writes the slot's inline space and descriptor, then counts it in `submitted`.
+//! * *take*: the executor sees the count, copies the descriptor out once, and notes the slot as taken, privately.
+//! * *accept*: the slot's `state` says so; a hint for the submitter, the slot stays taken.
+//! * *answer*: the executor writes the answer, then the `state`, and notes the slot as free, privately.
+//! * *poll*: the submitter reads `state`, then the answer, and notes the slot as free, privately.
+//!
+//! Sequences count from 1 and are never used again; sequence `s` lives in slot `(s - 1) mod slots`. `submitted` is how many
+//! were published. `state` is `sequence << 2 | phase` and only grows. Every shared word has one writer.
+
+use crate::sync::{Word32, Word64, fence_seq_cst};
+
+/// Bits of a `state` word below the sequence.
+const PHASE_BITS: u32 = 2;
+const PHASE_ACCEPTED: u64 = 1;
+const PHASE_ANSWERED: u64 = 2;
+
+/// The largest sequence that a `state` word can hold.
+const SEQUENCE_MAX: u64 = u64::MAX >> PHASE_BITS;
+
+/// Where the words of one ring live.
+///
+/// `slot` is always below [`Words::slots`]. Descriptor and answer are moved word by word, each once, in any order.
+pub trait Words {
+    /// How many slots: a power of two.
+    fn slots(&self) -> u64;
+    /// How many requests were ever published. Written by the submitter.
+    fn submitted(&self) -> Word64<'_>;
+    /// Not zero while the submitter sleeps. Written by the submitter.
+    fn submitter_sleeping(&self) -> Word32<'_>;
+    /// Not zero while the executor sleeps. Written by the executor.
+    fn executor_sleeping(&self) -> Word32<'_>;
+    /// Sequence and phase of a completion slot. Written by the executor.
+    fn state(&self, slot: u64) -> Word64<'_>;
+    /// Writes a descriptor, relaxed. Its first word is the sequence.
+    fn write_descriptor(&self, slot: u64, words: &[u64]);
+    /// Reads a descriptor, relaxed.
+    fn read_descriptor(&self, slot: u64, words: &mut [u64]);
+    /// Writes an answer, relaxed.
+    fn write_answer(&self, slot: u64, words: &[u64]);
+    /// Reads an answer, relaxed.
+    fn read_answer(&self, slot: u64, words: &mut [u64]);
+}
+
+/// One request of a ring. Counts from 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Sequence(u64);
+
+impl Sequence {
+    /// The number in the descriptor and in the `state` word.
+    #[must_use]
+    pub fn get(self) -> u64 {
+        self.0
+    }
+
+    /// The slot that it lives in.
+    fn slot(self, slots: u64) -> u64 {
+        (self.0 - 1) & (slots - 1)
+    }
+
+    fn state(self, phase: u64) -> u64 {
+        self.0 << PHASE_BITS | phase
+    }
+}
+
+/// The next slot's last answer has not been read yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("All {slots} slots of the ring are in use, or their answers have not been read")]
+pub struct RingFull {
+    /// How many slots it has.
+    pub slots: u64,
+}
+
+/// Why the executor takes nothing from a ring any more. The submitter broke the protocol, or something wrote over its words.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum RingBroken {
+    /// `submitted` went backwards.
+    #[error("The count of submitted requests went back from {taken} to {submitted}")]
+    Backwards {
+        /// How many were taken.
+        taken: u64,
+        /// What the word says.
+        submitted: u64,
+    },
+    /// `submitted` jumped past the slots.
+    #[error(
+        "The count of submitted requests jumped from {taken} to {submitted} in a ring of {slots} slots"
+    )]
+    Jumped {
+        /// How many were taken.
+        taken: u64,
+        /// What the word says.
+        submitted: u64,
+        /// How many slots there are.
+        slots: u64,
+    },
+    /// A descriptor carries another sequence than its place in the ring.
+    #[error("The descriptor of request {expected} says that it is request {found}")]
+    SequenceDiffers {
+        /// Its place.
+        expected: u64,
+        /// What it says.
+        found: u64,
+    },
+    /// A slot was submitted again before it was answered.
+    #[error(
+        "Request {sequence} was submitted to the slot of request {occupant}, which is not answered yet"
+    )]
+    Unanswered {
+        /// The new request.
+        sequence: u64,
+        /// The one that is there.
+        occupant: u64,
+    },
+}
+
+/// How far a request has come, as its `state` word says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phase {
+    /// Not looked at yet.
+    Pending,
+    /// Checked and accepted; its answer will come.
+    Accepted,
+    /// Answered; the answer has been read, and the slot is free.
+    Answered,
+}
+
+/// A `state` word that the protocol cannot have written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("The state word of request {sequence} holds {found:#x}")]
+pub struct StateBroken {
+    /// The request that was polled.
+    pub sequence: u64,
+    /// What the word holds.
+    pub found: u64,
+}
+
+/// The submitter's end: publishes requests, reads answers.
+#[derive(Debug)]
+pub struct SubmitterRing<W> {
+    words: W,
+    slots: u64,
+    published: u64,
+    /// For each slot, the request whose answer has not been read yet.
+    unread: Box<[Option<Sequence>]>,
+}
+
+impl<W: Words> SubmitterRing<W> {
+    /// The submitter of a fresh memory.
+    pub fn new(words: W) -> Self {
+        let slots = words.slots();
+        Self { words, slots, published: 0, unread: private_slots(slots, None) }
+    }
+
+    /// Where the words live.
+    pub fn words(&self) -> &W {
+        &self.words
+    }
+
+    /// The sequence and slot of the next request. Until it is published, its inline space is the submitter's to write.
+    ///
+    /// # Errors
+    /// [`RingFull`] while the slot's last answer has not been read.
+    pub fn next(&self) -> Result<(Sequence, u64), RingFull> {
+        let sequence = Sequence(self.published + 1);
+        let slot = sequence.slot(self.slots);
+        match self.unread[index(slot)] {
+            None => Ok((sequence, slot)),
+            Some(_) => Err(RingFull { slots: self.slots }),
+        }
+    }
+
+    /// Publishes the request that [`SubmitterRing::next`] named; true if the executor sleeps and wants its doorbell rung.
+    ///
+    /// # Panics
+    /// When there is no such slot, or the descriptor's first word is another sequence.
+    pub fn publish(&mut self, descriptor: &[u64]) -> bool {
+        let next = self.next();
+        let Ok((sequence, slot)) = next else {
+            panic!("nothing is published past a full ring");
+        };
+        assert_eq!(descriptor.first(), Some(&sequence.0), "a descriptor starts with its sequence");
+        self.words.write_descriptor(slot, descriptor);
+        self.unread[index(slot)] = Some(sequence);
+        self.published = sequence.0;
+        // SYNC: releases descriptor and inline space; `TakerRing::take` acquires them by its load of `submitted`.
+        self.words.submitted().store_release(sequence.0);
+        // SYNC: the submitter stores `submitted` and then loads `executor_sleeping`; the executor stores `executor_sleeping`
+        // and then loads `submitted` (`TakerRing::prepare_sleep`). One of the two must see the other's store, or the
+        // executor sleeps on a published request. That is store-then-load on both sides, which release and acquire do
+        // not order: an AcqRel fence here loses the wake-up (loom_tests shows it). Two SeqCst fences stand in one order,
+        // and the loads behind the later one see the stores before the earlier one.
+        fence_seq_cst();
+        self.words.executor_sleeping().load_relaxed() != 0
+    }
+
+    /// How far a request has come. When it is answered, the answer is copied out and the slot is free. `None` when the
+    /// request is not outstanding: never published, or its answer was read before.
+    ///
+    /// # Errors
+    /// [`StateBroken`] when the word holds nothing that the executor writes.
+    pub fn poll(
+        &mut self,
+        sequence: Sequence,
+        answer: &mut [u64],
+    ) -> Result<Option<Phase>, StateBroken> {
+        let slot = sequence.slot(self.slots);
+        if self.unread[index(slot)] != Some(sequence) {
+            return Ok(None);
+        }
+        // SYNC: acquires the answer that `TakerRing::answer` released.
+        let found = self.words.state(slot).load_acquire();
+        if found == sequence.state(PHASE_ANSWERED) {
+            // The executor does not write this answer again before the submitter publishes to the slot again.
+            self.words.read_answer(slot, answer);
+            self.unread[index(slot)] = None;
+            return Ok(Some(Phase::Answered));
+        }
+        if found == sequence.state(PHASE_ACCEPTED) {
+            return Ok(Some(Phase::Accepted));
+        }
+        // Before the executor has said anything, the word tells of the slot's last request, if there was one.
+        let last = sequence.0.checked_sub(self.slots).filter(|last| *last > 0);
+        if found == last.map_or(0, |last| Sequence(last).state(PHASE_ANSWERED)) {
+            return Ok(Some(Phase::Pending));
+        }
+        Err(StateBroken { sequence: sequence.0, found })
+    }
+
+    /// How many requests are published and their answers not read.
+    pub fn outstanding(&self) -> usize {
+        self.unread.iter().flatten().count()
+    }
+
+    /// Says that the submitter is about to sleep until an answer comes. Poll once more after it: an answer that this poll
+    /// does not see rings the doorbell.
+    pub fn prepare_sleep(&self) {
+        self.words.submitter_sleeping().store_relaxed(1);
+        // SYNC: pairs with the fence in `TakerRing::answer`: either the poll that follows sees the `state` stored there,
+        // or the executor sees that the submitter sleeps.
+        fence_seq_cst();
+    }
+
+    /// Says that the submitter is awake.
+    pub fn cancel_sleep(&self) {
+        self.words.submitter_sleeping().store_relaxed(0);
+    }
+}
+
+/// The executor's end: takes requests, writes answers. It trusts no word that it reads.
+#[derive(Debug)]
+pub struct TakerRing<W> {
+    words: W,
+    slots: u64,
+    /// How many requests were taken.
+    taken: u64,
+    /// For each slot, the request that is taken and not answered.
+    unanswered: Box<[Option<Sequence>]>,
+    /// Up to here the requests were submitted to an earlier executor.
+    inherited: u64,
+    /// For each slot, whether the earlier executor answered its inherited request.
+    answered_before: Box<[bool]>,
+    broken: Option<RingBroken>,
+}
+
+impl<W: Words> TakerRing<W> {
+    /// The executor of a fresh memory.
+    pub fn new(words: W) -> Self {
+        let slots = words.slots();
+        Self {
+            words,
+            slots,
+            taken: 0,
+            unanswered: private_slots(slots, None),
+            inherited: 0,
+            answered_before: private_slots(slots, false),
+            broken: None,
+        }
+    }
+
+    /// The executor that follows a dead one: it takes again, in order, every request whose `state` word does not say
+    /// answered. That word is the very one that the submitter reads, so no answer that was seen is given again. A submitter
+    /// that writes into it misleads nobody but itself.
+    ///
+    /// # Errors
+    /// [`RingBroken::Jumped`] when `submitted` cannot be a count.
+    pub fn resume(words: W) -> Result<Self, RingBroken> {
+        let mut ring = Self::new(words);
+        // SYNC: acquires the descriptors, as in `take`.
+        let submitted = ring.words.submitted().load_acquire();
+        if submitted > SEQUENCE_MAX {
+            return Err(RingBroken::Jumped { taken: 0, submitted, slots: ring.slots });
+        }
+        ring.taken = submitted.saturating_sub(ring.slots);
+        ring.inherited = submitted;
+        for sequence in (ring.taken + 1..=submitted).map(Sequence) {
+            let slot = sequence.slot(ring.slots);
+            // The dead executor's process is gone: there is nobody whose stores this load could miss.
+            let state = ring.words.state(slot).load_acquire();
+            ring.answered_before[index(slot)] = state == sequence.state(PHASE_ANSWERED);
+        }
+        Ok(ring)
+    }
+
+    /// Where the words live.
+    pub fn words(&self) -> &W {
+        &self.words
+    }
+
+    /// Takes the next request, and copies its descriptor out once. The slot is its own until it is answered.
+    ///
+    /// # Errors
+    /// [`RingBroken`], and the same one at every later call: what is in the ring now cannot be told from garbage.
+    pub fn take(&mut self, descriptor: &mut [u64]) -> Result<Option<Sequence>, RingBroken> {
+        if let Some(broken) = self.broken {
+            return Err(broken);
+        }
+        let taken = self.take_checked(descriptor);
+        self.broken = taken.err();
+        taken
+    }
+
+    fn take_checked(&mut self, descriptor: &mut [u64]) -> Result<Option<Sequence>, RingBroken> {
+        // SYNC: acquires descriptor and inline space, which `SubmitterRing::publish` released. A hostile submitter need not
+        // have released them: then their bytes are garbage, which the checks behind this expect anyway.
+        let submitted = self.words.submitted().load_acquire();
+        let (taken, slots) = (self.taken, self.slots);
+        if submitted < taken {
+            return Err(RingBroken::Backwards { taken, submitted });
+        }
+        if submitted - taken > slots || submitted > SEQUENCE_MAX {
+            return Err(RingBroken::Jumped { taken, submitted, slots });
+        }
+        while self.taken < submitted {
+            let sequence = Sequence(self.taken + 1);
+            let slot = sequence.slot(slots);
+            if sequence.0 <= self.inherited && self.answered_before[index(slot)] {
+                self.taken = sequence.0;
+                continue;
+            }
+            if let Some(occupant) = self.unanswered[index(slot)] {
+                let (sequence, occupant) = (sequence.0, occupant.0);
+                return Err(RingBroken::Unanswered { sequence, occupant });
+            }
+            self.words.read_descriptor(slot, descriptor);
+            let found = descriptor.first().copied().unwrap_or(0);
+            if found != sequence.0 {
+                return Err(RingBroken::SequenceDiffers { expected: sequence.0, found });
+            }
+            self.taken = sequence.0;
+            self.unanswered[index(slot)] = Some(sequence);
+            return Ok(Some(sequence));
+        }
+        Ok(None)
+    }
+
+    /// The slot of a request that is taken and not answered.
+    ///
+    /// # Panics
+    /// When it is not.
+    pub fn slot_of(&self, sequence: Sequence) -> u64 {
+        let slot = sequence.slot(self.slots);
+        let occupant = self.unanswered[index(slot)];
+        assert_eq!(occupant, Some(sequence), "a request is taken before, and answered once");
+        slot
+    }
+
+    /// Tells the submitter that a request was checked and will be answered.
+    ///
+    /// # Panics
+    /// When the request is not taken, or was answered.
+    pub fn accept(&self, sequence: Sequence) {
+        let slot = self.slot_of(sequence);
+        // SYNC: `SubmitterRing::poll` acquires it; nothing else is told by it.
+        self.words.state(slot).store_release(sequence.state(PHASE_ACCEPTED));
+    }
+
+    /// Gives a request its one answer; true if the submitter sleeps and wants its doorbell rung. From here the slot is the
+    /// submitter's again.
+    ///
+    /// # Panics
+    /// When the request is not taken, or was answered.
+    pub fn answer(&mut self, sequence: Sequence, answer: &[u64]) -> bool {
+        let slot = self.slot_of(sequence);
+        self.words.write_answer(slot, answer);
+        self.unanswered[index(slot)] = None;
+        // SYNC: releases the answer; `SubmitterRing::poll` acquires it by its load of `state`.
+        self.words.state(slot).store_release(sequence.state(PHASE_ANSWERED));
+        // SYNC: pairs with the fence in `SubmitterRing::prepare_sleep`, for the reason told in `SubmitterRing::publish`.
+        fence_seq_cst();
+        self.words.submitter_sleeping().load_relaxed() != 0
+    }
+
+    /// How many requests are taken and not answered.
+    pub fn outstanding(&self) -> usize {
+        self.unanswered.iter().flatten().count()
+    }
+
+    /// Says that the executor is about to sleep; false if there is a request to take first (then it is awake again). After
+    /// true, every request that is published rings the doorbell. A broken ring has nothing to take.
+    pub fn prepare_sleep(&self) -> bool {
+        self.words.executor_sleeping().store_relaxed(1);
+        // SYNC: pairs with the fence in `SubmitterRing::publish`: either this load sees the new count, or the submitter
+        // sees that the executor sleeps.
+        fence_seq_cst();
+        let submitted = self.words.submitted().load_relaxed();
+        let idle = submitted == self.taken || self.broken.is_some();
+        if !idle {
+            self.cancel_sleep();
+        }
+        idle
+    }
+
+    /// Says that the executor is awake.
+    pub fn cancel_sleep(&self) {
+        self.words.executor_sleeping().store_relaxed(0);
+    }
+}
+
+fn private_slots<T: Clone>(slots: u64, value: T) -> Box<[T]> {
+    assert!(slots.is_power_of_two(), "a ring has a power of two of slots");
+    vec![value; index(slots)].into_boxed_slice()
+}
+
+/// A slot as an index of a private table. A ring has at most 1,024 slots.
+fn index(slot: u64) -> usize {
+    usize::try_from(slot).unwrap_or(usize::MAX)
+}
