@@ -1,0 +1,196 @@
+//! Finding a live session, and repeating a call in another one where that does no harm.
+//!
+//! ```text
+//!            link()                    round trip fails
+//!  no link ----------> live link ------------------------+
+//!     ^   open, send                                     |
+//!     |   records again                                  v
+//!     +----------------------------------- failed(): repeat, or tell the caller
+//! ```
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use statecopy_proto::v1;
+use tokio::time::{Instant, sleep_until, timeout_at};
+
+use crate::call::{Call, Failure, Verdict};
+use crate::client::Shared;
+use crate::error::{Error, ProtocolError};
+use crate::link::{Bound, Link, read_published};
+use crate::lock::lock;
+use crate::registration::{Progress, Registration, Stage};
+
+/// A call connects anew at most this often, however long its deadline is.
+const REPEATS_MAX: u32 = 8;
+const BACKOFF_FIRST: Duration = Duration::from_millis(5);
+const BACKOFF_MAX: Duration = Duration::from_millis(250);
+
+/// One call that may be repeated.
+#[derive(Debug)]
+pub(crate) struct Attempts<'a> {
+    shared: &'a Shared,
+    pub(crate) call: Call,
+    /// Whether doing it twice does no harm.
+    harmless: bool,
+    repeats: u32,
+}
+
+impl<'a> Attempts<'a> {
+    pub(crate) fn new(shared: &'a Shared, call: Call, harmless: bool) -> Self {
+        Self { shared, call, harmless, repeats: 0 }
+    }
+
+    /// A live link, opened anew if there is none.
+    pub(crate) async fn link(&self) -> Result<Arc<Link>, Error> {
+        if let Some(link) = self.shared.live_link()? {
+            return Ok(link);
+        }
+        if !self.shared.options.reregister {
+            let gone = std::io::Error::from(std::io::ErrorKind::NotConnected);
+            return Err(self.error(Failure::NotSent(gone.into())));
+        }
+        self.reconnect(self.call.deadline).await
+    }
+
+    /// The first link. A daemon that is not there is waited for until then.
+    pub(crate) async fn connect(&self, until: Instant) -> Result<Arc<Link>, Error> {
+        self.reconnect(until).await
+    }
+
+    /// `Ok`: repeat it with the next link. `Err`: the caller hears of it.
+    pub(crate) fn failed(&mut self, link: &Link, failure: Failure) -> Result<(), Error> {
+        let again = match failure.verdict() {
+            Verdict::Final => return Err(self.error(failure)),
+            Verdict::Repeat => true,
+            Verdict::RepeatIfHarmless => self.harmless,
+        };
+        link.retire();
+        self.repeats += 1;
+        let allowed = self.shared.options.reregister && self.repeats <= REPEATS_MAX;
+        if again && allowed && self.call.left().is_some() {
+            tracing::debug!(call = self.call.name, ?failure, "connecting anew");
+            return Ok(());
+        }
+        Err(self.error(failure))
+    }
+
+    pub(crate) fn error(&self, failure: Failure) -> Error {
+        self.call.error(&self.shared.address, failure)
+    }
+
+    async fn reconnect(&self, until: Instant) -> Result<Arc<Link>, Error> {
+        // One at a time. The permit is no lock: nobody waits for it who could go on without a link. The client owns the
+        // semaphore and never closes it, so a permit always comes, or the deadline.
+        let permit = timeout_at(self.call.deadline, self.shared.connecting.acquire()).await;
+        let _permit = permit.map_err(|_| self.error(Failure::Late))?;
+        let mut backoff = BACKOFF_FIRST;
+        loop {
+            if let Some(link) = self.shared.live_link()? {
+                return Ok(link);
+            }
+            let failure = match open(self.shared, &self.call).await {
+                Ok(link) => return self.shared.adopt(link),
+                Err(failure) => failure,
+            };
+            let next = Instant::now() + backoff;
+            if !failure.is_passing() || next >= until {
+                return Err(self.error(unsent(failure)));
+            }
+            sleep_until(next).await;
+            backoff = (backoff * 2).min(BACKOFF_MAX);
+        }
+    }
+}
+
+/// Whatever went wrong while connecting, the call itself was not sent.
+fn unsent(failure: Failure) -> Failure {
+    match failure {
+        Failure::Lost(source) => Failure::NotSent(source),
+        Failure::Unanswered => Failure::Late,
+        other => other,
+    }
+}
+
+/// Opens a session and tells it everything that the client has on record.
+async fn open(shared: &Shared, call: &Call) -> Result<Arc<Link>, Failure> {
+    let number = shared.next_link_number();
+    let link = Arc::new(Link::open(number, &shared.address, &shared.options, call).await?);
+    let (regions, registration) = shared.records();
+    for region in regions {
+        link.register_region(&region, call).await?;
+    }
+    if let Some((number, registration)) = registration {
+        let bound = register_layers(&link, call, number, &registration, &mut |_| {}).await?;
+        link.bind(bound);
+    }
+    Ok(link)
+}
+
+/// Registers layers in a session and reads what it published.
+pub(crate) async fn register_layers(
+    link: &Arc<Link>,
+    call: &Call,
+    number: u64,
+    registration: &Registration,
+    on_progress: &mut (dyn FnMut(Progress) + Send),
+) -> Result<Bound, Failure> {
+    use v1::register_layers_event::Event;
+
+    let request = call.request(link.registration_message(registration)?)?;
+    let mut events = call.answer(link.registry().register_layers(request)).await?;
+    loop {
+        let next = timeout_at(call.deadline, events.message()).await;
+        let message = next
+            .map_err(|_| Failure::Unanswered)?
+            .map_err(Failure::of)?
+            .ok_or(ProtocolError::NotPublished)?;
+        link.same_life(&message.incarnation)?;
+        match message.event {
+            Some(Event::Progress(progress)) => {
+                if let Some(progress) = read_progress(&progress) {
+                    on_progress(progress);
+                }
+            }
+            Some(Event::Published(published)) => {
+                return Ok(read_published(link, number, registration, published)?);
+            }
+            // An event of a newer daemon.
+            None => {}
+        }
+    }
+}
+
+fn read_progress(progress: &v1::RegistrationProgress) -> Option<Progress> {
+    let stage = match progress.stage() {
+        v1::registration_progress::Stage::Preparing => Stage::Preparing,
+        v1::registration_progress::Stage::Sealing => Stage::Sealing,
+        v1::registration_progress::Stage::Publishing => Stage::Publishing,
+        v1::registration_progress::Stage::Unspecified => return None,
+    };
+    let (layers_done, layers_total) = (progress.layers_done, progress.layers_total);
+    Some(Progress { stage, layers_done, layers_total })
+}
+
+impl Shared {
+    /// The current link, unless its life is known to be over.
+    fn live_link(&self) -> Result<Option<Arc<Link>>, Error> {
+        let link = {
+            let state = lock(&self.state);
+            if state.closed {
+                return Err(Error::Closed);
+            }
+            state.link.clone()
+        };
+        Ok(link.filter(|link| link.is_alive()))
+    }
+
+    fn adopt(&self, link: Arc<Link>) -> Result<Arc<Link>, Error> {
+        let mut state = lock(&self.state);
+        if state.closed {
+            return Err(Error::Closed);
+        }
+        state.link = Some(Arc::clone(&link));
+        Ok(link)
+    }
+}

@@ -1,0 +1,243 @@
+//! What goes wrong, with the closed list of refusals inside.
+
+use std::error::Error as StdError;
+use std::io;
+use std::time::Duration;
+
+use statecopy_proto::descriptor_socket::RecordError;
+use statecopy_proto::{Leaves, Refusal, RefusalCode};
+
+use crate::address::{Address, AddressError};
+
+/// The cause of a lost connection.
+pub type BoxError = Box<dyn StdError + Send + Sync>;
+
+/// Why a call of this library failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+#[expect(clippy::error_impl_error, reason = "the one error of this crate's boundary")]
+pub enum Error {
+    /// The daemon refused, with a code of the closed list.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    /// The daemon is gone, or cannot be reached.
+    #[error("{call}: the daemon at {address} is gone or cannot be reached")]
+    Unavailable {
+        /// The call.
+        call: &'static str,
+        /// Where the daemon was sought.
+        address: Address,
+        /// What the call leaves behind: nothing when it was never sent.
+        leaves: Leaves,
+        /// What the connection said.
+        #[source]
+        source: BoxError,
+    },
+    /// This side stopped waiting.
+    #[error("{call}: no answer within {} ms", after.as_millis())]
+    DeadlineExceeded {
+        /// The call.
+        call: &'static str,
+        /// How long it was waited for.
+        after: Duration,
+        /// What the call leaves behind. Unknown for a copy that was sent: it may run yet.
+        leaves: Leaves,
+    },
+    /// gRPC failed without a refusal.
+    #[error("{call}: gRPC failed")]
+    Transport {
+        /// The call.
+        call: &'static str,
+        /// What it said.
+        #[source]
+        status: Box<tonic::Status>,
+    },
+    /// The daemon's answer is not what the two sides agreed on.
+    #[error("{call}: the daemon's answer breaks the protocol")]
+    Protocol {
+        /// The call.
+        call: &'static str,
+        /// In what way.
+        #[source]
+        source: ProtocolError,
+    },
+    /// A text is no address.
+    #[error(transparent)]
+    Address(#[from] AddressError),
+    /// An argument that no daemon needs to see.
+    #[error(transparent)]
+    Argument(#[from] ArgumentError),
+    /// The operating system gave no memory, or took none.
+    #[error("Memory {name} cannot be {what}")]
+    Memory {
+        /// The memory's name.
+        name: String,
+        /// What was tried.
+        what: &'static str,
+        /// Why not.
+        #[source]
+        source: BoxError,
+    },
+    /// The runtime of a blocking client could not be made.
+    #[error("A runtime for the blocking client cannot be made")]
+    Runtime(#[source] io::Error),
+    /// [`Client::close`](crate::Client::close) was called before.
+    #[error("The client is closed")]
+    Closed,
+}
+
+/// How a daemon's answer breaks the protocol.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ProtocolError {
+    /// A field is missing or has no meaning.
+    #[error("The field {0} is missing or malformed")]
+    Field(&'static str),
+    /// An answer of another life of the daemon.
+    #[error("The answer carries another incarnation than the session")]
+    Incarnation,
+    /// The stream of a registration ended without its last message.
+    #[error("The registration ended without being published")]
+    NotPublished,
+    /// What was published is not what was registered.
+    #[error("{name} was registered, but not published")]
+    MissingBinding {
+        /// A layer or a binding set.
+        name: String,
+    },
+    /// The daemon published another signature than the client computed.
+    #[error(
+        "Layer {name} was published with the signature {daemon}, where the client computed {client}"
+    )]
+    Signature {
+        /// The layer.
+        name: String,
+        /// The client's.
+        client: String,
+        /// The daemon's.
+        daemon: String,
+    },
+    /// Another number of answers than copies.
+    #[error("{given} answers came for {wanted} copies")]
+    Answers {
+        /// How many came.
+        given: usize,
+        /// How many were due.
+        wanted: usize,
+    },
+    /// A record of the descriptor socket cannot be read.
+    #[error(transparent)]
+    Record(#[from] RecordError),
+    /// A record that does not belong here.
+    #[error("The descriptor socket said something else than was due")]
+    UnexpectedRecord,
+}
+
+/// An argument that is wrong before any daemon sees it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ArgumentError {
+    /// No such layer among these bindings.
+    #[error("No layer {name} was registered")]
+    NoSuchLayer {
+        /// The name that was asked for.
+        name: String,
+    },
+    /// No such binding set among these bindings.
+    #[error("No binding set {name} was registered")]
+    NoSuchSet {
+        /// The name that was asked for.
+        name: String,
+    },
+    /// Bytes past the end of a memory or region.
+    #[error("Bytes {offset} to {end} were asked for; {name} has {limit}")]
+    OutOfRange {
+        /// The memory or region.
+        name: String,
+        /// The first byte.
+        offset: u64,
+        /// One past the last byte.
+        end: u64,
+        /// How many there are.
+        limit: u64,
+    },
+    /// Memory of no bytes.
+    #[error("Memory {name} of 0 bytes was asked for")]
+    NoBytes {
+        /// The memory's name.
+        name: String,
+    },
+    /// A range of protocol versions with nothing in it.
+    #[error("The range of allowed protocol versions is empty")]
+    NoVersion,
+}
+
+impl Error {
+    /// The code of the closed list, where one fits: the daemon's own, `UNAVAILABLE` for an outcome that is unknown, and
+    /// `DEADLINE_EXCEEDED` for a call that was given up before it was sent.
+    #[must_use]
+    pub fn code(&self) -> Option<RefusalCode> {
+        match self {
+            Self::Refused(refusal) => Some(refusal.code()),
+            Self::Unavailable { .. } => Some(RefusalCode::Unavailable),
+            Self::DeadlineExceeded { leaves: Leaves::NothingMoved, .. } => {
+                Some(RefusalCode::DeadlineExceeded)
+            }
+            Self::DeadlineExceeded { .. } => Some(RefusalCode::Unavailable),
+            Self::Transport { .. }
+            | Self::Protocol { .. }
+            | Self::Address(_)
+            | Self::Argument(_)
+            | Self::Memory { .. }
+            | Self::Runtime(_)
+            | Self::Closed => None,
+        }
+    }
+
+    /// What a copy that failed this way leaves behind.
+    #[must_use]
+    pub fn leaves(&self) -> Leaves {
+        match self {
+            Self::Refused(refusal) => refusal.code().leaves(),
+            Self::Unavailable { leaves, .. } | Self::DeadlineExceeded { leaves, .. } => *leaves,
+            Self::Transport { .. } | Self::Protocol { .. } => Leaves::Unknown,
+            Self::Address(_)
+            | Self::Argument(_)
+            | Self::Memory { .. }
+            | Self::Runtime(_)
+            | Self::Closed => Leaves::NothingMoved,
+        }
+    }
+
+    /// What to do about it.
+    #[must_use]
+    pub fn remedy(&self) -> &str {
+        match self {
+            Self::Refused(refusal) => refusal.remedy(),
+            Self::Unavailable { leaves: Leaves::NothingMoved, .. } => {
+                "Start statecopyd, or correct the address; `statecopy ping` tells whether it answers."
+            }
+            Self::Unavailable { .. } => RefusalCode::Unavailable.remedy(),
+            Self::DeadlineExceeded { leaves: Leaves::NothingMoved, .. } => {
+                RefusalCode::DeadlineExceeded.remedy()
+            }
+            Self::DeadlineExceeded { .. } => {
+                "The call may take effect yet: leave its buffers alone until the daemon has answered a later request of \
+                 the same lane, or is known dead."
+            }
+            Self::Transport { .. } => {
+                "Look at the daemon's log; client and daemon may be of different builds."
+            }
+            Self::Protocol { .. } => "Install a client and a daemon of the same build.",
+            Self::Address(_) => {
+                "Give unix:///path/of/the/socket, the socket's path, or a runtime directory."
+            }
+            Self::Argument(_) => "Correct the argument named here.",
+            Self::Memory { .. } => {
+                "Free memory, or raise the limit of this process's memory group or of /dev/shm."
+            }
+            Self::Runtime(_) => "Raise the limits of open files and threads of this process.",
+            Self::Closed => "Connect a new client.",
+        }
+    }
+}

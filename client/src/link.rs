@@ -1,0 +1,358 @@
+//! One session with one life of the daemon.
+//!
+//! A [`Link`] is opened, used, and thrown away when that life ends; the client's own records outlive it.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use statecopy_kernels::signature::{DeviceUuid, Signature};
+use statecopy_proto::descriptor_socket::Token;
+use statecopy_proto::{
+    BindingId, Incarnation, MESSAGE_BYTES_MAX, ProtocolVersion, Refusal, RefusalCode, RegionId,
+    SessionId, SignatureHash, v1,
+};
+use std::os::fd::AsFd as _;
+use tonic::transport::{Channel, Endpoint};
+use v1::registry_service_client::RegistryServiceClient;
+use v1::session_service_client::SessionServiceClient;
+
+use crate::address::Address;
+use crate::call::{Call, Failure};
+use crate::error::{ArgumentError, ProtocolError};
+use crate::lock::lock;
+use crate::options::ConnectOptions;
+use crate::region::{Region, RegionKey, RegionRecord, Slice};
+use crate::registration::{Layer, Registration};
+use crate::socket::{DescriptorSocket, path_seen_here};
+use crate::transport::{GrpcCopies, ResolvedSlice, Transport};
+
+/// What the two sides agreed on when the session was opened.
+#[derive(Debug, Clone)]
+pub struct Session {
+    /// The daemon's life.
+    pub incarnation: Incarnation,
+    /// The session's number in it.
+    pub id: SessionId,
+    /// The protocol version that is spoken.
+    pub version: ProtocolVersion,
+    /// The device.
+    pub device: v1::DeviceDescription,
+    /// The daemon's limits.
+    pub limits: v1::Limits,
+}
+
+#[derive(Debug)]
+pub(crate) struct Link {
+    /// Counts the links of one client.
+    pub(crate) number: u64,
+    pub(crate) session: Session,
+    pub(crate) transport: Transport,
+    device: DeviceUuid,
+    channel: Channel,
+    socket: DescriptorSocket,
+    tables: Mutex<Tables>,
+}
+
+#[derive(Debug, Default)]
+struct Tables {
+    regions: HashMap<RegionKey, RegionId>,
+    bindings: Bound,
+    last_tag: u64,
+    retired: bool,
+}
+
+/// What one registration got from this life of the daemon, by name.
+#[derive(Debug, Default)]
+pub(crate) struct Bound {
+    pub(crate) registration: u64,
+    pub(crate) layers: HashMap<String, Binding>,
+    pub(crate) sets: HashMap<String, Binding>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Binding {
+    pub(crate) id: BindingId,
+    pub(crate) signature: SignatureHash,
+    pub(crate) plan: v1::PlanKind,
+}
+
+/// A channel to the daemon's gRPC socket.
+pub(crate) async fn channel(address: &Address, call: &Call) -> Result<Channel, Failure> {
+    let endpoint = Endpoint::from_shared(address.to_string())
+        .map_err(|error| Failure::NotSent(error.into()))?
+        .connect_timeout(call.left().ok_or(Failure::Late)?);
+    match tokio::time::timeout_at(call.deadline, endpoint.connect()).await {
+        Ok(Ok(channel)) => Ok(channel),
+        Ok(Err(error)) => Err(Failure::NotSent(error.into())),
+        Err(_) => Err(Failure::Late),
+    }
+}
+
+impl Link {
+    /// Opens a session and attaches to it.
+    pub(crate) async fn open(
+        number: u64,
+        address: &Address,
+        options: &ConnectOptions,
+        call: &Call,
+    ) -> Result<Self, Failure> {
+        let channel = channel(address, call).await?;
+        let reply = open_session(&channel, options, call).await?;
+        let field = ProtocolError::Field;
+        let session = Session {
+            incarnation: Incarnation::parse(&reply.incarnation)
+                .map_err(|_| field("OpenReply.incarnation"))?,
+            id: SessionId(reply.session_id),
+            version: ProtocolVersion::agree(reply.protocol_version)?,
+            device: reply.device.ok_or(field("OpenReply.device"))?,
+            limits: reply.limits.ok_or(field("OpenReply.limits"))?,
+        };
+        let device = parse_uuid(&session.device.uuid).ok_or(field("OpenReply.device.uuid"))?;
+        let token = Token::parse(&reply.token).ok_or(field("OpenReply.token"))?;
+        let path = path_seen_here(address.socket(), &reply.descriptor_socket);
+        let socket = DescriptorSocket::attach(&path, token, call).await?;
+        let reference = reference(&session);
+        Ok(Self {
+            number,
+            transport: Transport::Grpc(GrpcCopies::new(channel.clone(), reference)),
+            session,
+            device,
+            channel,
+            socket,
+            tables: Mutex::default(),
+        })
+    }
+
+    /// Whether this life of the daemon is not known to be over.
+    pub(crate) fn is_alive(&self) -> bool {
+        !lock(&self.tables).retired && self.socket.is_open()
+    }
+
+    /// Remembers that this life is over.
+    pub(crate) fn retire(&self) {
+        lock(&self.tables).retired = true;
+    }
+
+    pub(crate) fn reference(&self) -> v1::SessionRef {
+        reference(&self.session)
+    }
+
+    pub(crate) fn sessions(&self) -> SessionServiceClient<Channel> {
+        sessions(&self.channel)
+    }
+
+    pub(crate) fn registry(&self) -> RegistryServiceClient<Channel> {
+        RegistryServiceClient::new(self.channel.clone())
+            .max_decoding_message_size(MESSAGE_BYTES_MAX)
+            .max_encoding_message_size(MESSAGE_BYTES_MAX)
+    }
+
+    pub(crate) fn channel(&self) -> Channel {
+        self.channel.clone()
+    }
+
+    /// Every answer carries the incarnation of the daemon that gave it.
+    pub(crate) fn same_life(&self, incarnation: &[u8]) -> Result<(), ProtocolError> {
+        if incarnation == self.session.incarnation.as_bytes() {
+            return Ok(());
+        }
+        self.retire();
+        Err(ProtocolError::Incarnation)
+    }
+
+    /// Sends a region's descriptor and registers it.
+    pub(crate) async fn register_region(
+        &self,
+        region: &RegionRecord,
+        call: &Call,
+    ) -> Result<(), Failure> {
+        let tag = {
+            let mut tables = lock(&self.tables);
+            tables.last_tag += 1;
+            tables.last_tag
+        };
+        self.socket.pass(tag, &[region.source.as_fd()], call).await?;
+        let request = call.request(v1::RegisterRegionRequest {
+            session: Some(self.reference()),
+            kind: v1::HandleKind::Memfd.into(),
+            size_bytes: region.bytes,
+            descriptors: Some(v1::DescriptorRef { tag, count: 1 }),
+            handle: Vec::new(),
+        })?;
+        let reply = call.answer(self.registry().register_region(request)).await?;
+        self.same_life(&reply.incarnation)?;
+        lock(&self.tables).regions.insert(region.key, RegionId(reply.region_id));
+        Ok(())
+    }
+
+    pub(crate) fn forget_region(&self, key: RegionKey) {
+        lock(&self.tables).regions.remove(&key);
+    }
+
+    /// The id of a region in this session.
+    pub(crate) fn region(&self, region: &Region) -> Result<RegionId, Refusal> {
+        lock(&self.tables).regions.get(&region.record.key).copied().ok_or_else(|| {
+            Refusal::new(
+                RefusalCode::RegionUnknown,
+                format!("Region {} of this client was given back", region.record.key.0),
+            )
+        })
+    }
+
+    pub(crate) fn slice(&self, at: &Slice) -> Result<ResolvedSlice, Refusal> {
+        Ok(ResolvedSlice { region: self.region(&at.region)?, offset: at.offset })
+    }
+
+    /// The signature that this worker believes in; `None` for a layout that is not valid, which the daemon refuses.
+    pub(crate) fn signature(&self, layer: &Layer) -> Option<SignatureHash> {
+        let layout = layer.layout().ok()?;
+        Some(Signature::new(self.device, layout, layer.offset_bytes).hash())
+    }
+
+    /// The message that registers these layers in this session.
+    pub(crate) fn registration_message(
+        &self,
+        registration: &Registration,
+    ) -> Result<v1::RegisterLayersRequest, Refusal> {
+        let layers = registration.layers.iter().map(|layer| {
+            Ok(v1::LayerSpec {
+                name: layer.name.clone(),
+                layout: Some(layer.layout_message()),
+                region_id: self.region(&layer.region)?.0,
+                offset_bytes: layer.offset_bytes,
+                max_selected: layer.max_selected,
+                signature: self.signature(layer).map_or(0, |hash| hash.0),
+                check_unique: layer.check_unique,
+            })
+        });
+        let sets = registration
+            .sets
+            .iter()
+            .map(|set| v1::BindingSetSpec { name: set.name.clone(), layers: set.layers.clone() });
+        Ok(v1::RegisterLayersRequest {
+            session: Some(self.reference()),
+            layers: layers.collect::<Result<_, Refusal>>()?,
+            sets: sets.collect(),
+        })
+    }
+
+    /// Replaces what this session has bound.
+    pub(crate) fn bind(&self, bound: Bound) {
+        lock(&self.tables).bindings = bound;
+    }
+
+    /// Looks into what this session has bound.
+    pub(crate) fn bound<T>(&self, look: impl FnOnce(&Bound) -> T) -> T {
+        look(&lock(&self.tables).bindings)
+    }
+}
+
+fn reference(session: &Session) -> v1::SessionRef {
+    v1::SessionRef { incarnation: session.incarnation.to_vec(), session_id: session.id.0 }
+}
+
+fn sessions(channel: &Channel) -> SessionServiceClient<Channel> {
+    SessionServiceClient::new(channel.clone())
+        .max_decoding_message_size(MESSAGE_BYTES_MAX)
+        .max_encoding_message_size(MESSAGE_BYTES_MAX)
+}
+
+/// Asks for the newest version first, and for older ones while the daemon speaks none so new.
+async fn open_session(
+    channel: &Channel,
+    options: &ConnectOptions,
+    call: &Call,
+) -> Result<v1::OpenReply, Failure> {
+    let mut refused = None;
+    for version in options.versions.clone().rev() {
+        let request = call.request(v1::OpenRequest {
+            protocol_version: version,
+            device_uuid: options.device.clone().unwrap_or_default(),
+            label: options.label.clone(),
+        })?;
+        match call.answer(sessions(channel).open(request)).await {
+            Err(Failure::Refused(refusal)) if refusal.code() == RefusalCode::VersionMismatch => {
+                // The refusal of the newest version says most.
+                refused.get_or_insert(refusal);
+            }
+            other => return other,
+        }
+    }
+    match refused {
+        Some(refusal) => Err(Failure::Refused(refusal)),
+        None => Err(Failure::Local(ArgumentError::NoVersion.into())),
+    }
+}
+
+/// 32 hexadecimal digits, with or without hyphens.
+fn parse_uuid(text: &str) -> Option<DeviceUuid> {
+    let digits: Vec<u8> = text
+        .chars()
+        .filter(|character| *character != '-')
+        .map(|character| character.to_digit(16).and_then(|digit| u8::try_from(digit).ok()))
+        .collect::<Option<_>>()?;
+    let digits: [u8; 32] = digits.try_into().ok()?;
+    let mut bytes = [0; 16];
+    for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
+        *byte = pair[0] << 4 | pair[1];
+    }
+    Some(DeviceUuid(bytes))
+}
+
+/// What the daemon published, compared with what was registered.
+pub(crate) fn read_published(
+    link: &Arc<Link>,
+    number: u64,
+    registration: &Registration,
+    published: v1::Published,
+) -> Result<Bound, ProtocolError> {
+    let mut bound = Bound { registration: number, ..Bound::default() };
+    for binding in published.bindings {
+        let (id, signature) = (BindingId(binding.binding_id), SignatureHash(binding.signature));
+        let plan = v1::PlanKind::try_from(binding.plan).unwrap_or_default();
+        bound.layers.insert(binding.name, Binding { id, signature, plan });
+    }
+    for layer in &registration.layers {
+        let missing = || ProtocolError::MissingBinding { name: layer.name.clone() };
+        let binding = bound.layers.get(&layer.name).ok_or_else(missing)?;
+        let computed = link.signature(layer).ok_or_else(missing)?;
+        if binding.signature != computed {
+            return Err(ProtocolError::Signature {
+                name: layer.name.clone(),
+                client: computed.to_string(),
+                daemon: binding.signature.to_string(),
+            });
+        }
+    }
+    for set in published.sets {
+        let (id, signature) = (BindingId(set.binding_id), SignatureHash(set.signature));
+        let first = registration.sets.iter().find(|spec| spec.name == set.name);
+        let plan = first
+            .and_then(|spec| spec.layers.first())
+            .and_then(|layer| bound.layers.get(layer))
+            .map(|layer| layer.plan)
+            .unwrap_or_default();
+        bound.sets.insert(set.name, Binding { id, signature, plan });
+    }
+    for set in &registration.sets {
+        if !bound.sets.contains_key(&set.name) {
+            return Err(ProtocolError::MissingBinding { name: set.name.clone() });
+        }
+    }
+    Ok(bound)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_uuid_is_read_with_or_without_hyphens() {
+        let bytes = [0x01, 0x23, 0x45, 0x67, 0x89, 0xab, 0xcd, 0xef, 0, 1, 2, 3, 4, 5, 6, 0xff];
+        let uuid = Some(DeviceUuid(bytes));
+        assert_eq!(parse_uuid("01234567-89ab-cdef-0001-0203040506ff"), uuid);
+        assert_eq!(parse_uuid("0123456789ABCDEF00010203040506FF"), uuid);
+        assert_eq!(parse_uuid("0123456789ABCDEF00010203040506F"), None);
+        assert_eq!(parse_uuid("GPU-3456789ABCDEF00010203040506FF"), None);
+    }
+}

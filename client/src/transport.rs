@@ -1,0 +1,214 @@
+//! The seam between a copy and what carries it.
+//!
+//! A [`Transport`] is given copies whose ids belong to its own session, and answers each. gRPC is the only one so far;
+//! another is a new variant, and nothing above this file changes.
+
+use std::borrow::Cow;
+use std::time::Duration;
+
+use statecopy_kernels::device::Moved;
+use statecopy_proto::{
+    BindingId, DataType, Direction, IndexWidth, Lane, MESSAGE_BYTES_MAX, Refusal, RegionId,
+    SignatureHash, v1,
+};
+use tonic::transport::Channel;
+use v1::copy_service_client::CopyServiceClient;
+
+use crate::call::{Call, Failure};
+use crate::error::ProtocolError;
+
+/// A copy as one session of the daemon understands it.
+#[derive(Debug)]
+pub(crate) struct ResolvedCopy<'a> {
+    pub(crate) direction: Direction,
+    pub(crate) binding: BindingId,
+    pub(crate) signature: SignatureHash,
+    pub(crate) selected: u64,
+    pub(crate) indices: ResolvedIndices<'a>,
+    pub(crate) flags: ResolvedFlags<'a>,
+    pub(crate) packed: ResolvedSlice,
+    pub(crate) packed_dtype: DataType,
+    pub(crate) packed_bytes: u64,
+    /// How long it may wait for its start.
+    pub(crate) deadline: Duration,
+    pub(crate) lane: Lane,
+}
+
+/// A place in a region of the session.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ResolvedSlice {
+    pub(crate) region: RegionId,
+    pub(crate) offset: u64,
+}
+
+#[derive(Debug)]
+pub(crate) enum ResolvedIndices<'a> {
+    Int32(&'a [i32]),
+    Int64(&'a [i64]),
+    Shared(IndexWidth, ResolvedSlice),
+}
+
+#[derive(Debug)]
+pub(crate) enum ResolvedFlags<'a> {
+    None,
+    Inline(Cow<'a, [u8]>),
+    Shared(ResolvedSlice),
+}
+
+/// What carries the copies of one session.
+#[derive(Debug)]
+pub(crate) enum Transport {
+    Grpc(GrpcCopies),
+}
+
+impl Transport {
+    /// One copy, answered.
+    pub(crate) async fn copy(&self, call: &Call, copy: ResolvedCopy<'_>) -> Result<Moved, Failure> {
+        match self {
+            Self::Grpc(grpc) => grpc.copy(call, copy).await,
+        }
+    }
+
+    /// Several copies in order, each answered by itself.
+    pub(crate) async fn copy_many(
+        &self,
+        call: &Call,
+        copies: Vec<ResolvedCopy<'_>>,
+    ) -> Result<Vec<Result<Moved, Refusal>>, Failure> {
+        match self {
+            Self::Grpc(grpc) => grpc.copy_many(call, copies).await,
+        }
+    }
+}
+
+/// Copies over `CopyService`.
+#[derive(Debug)]
+pub(crate) struct GrpcCopies {
+    stub: CopyServiceClient<Channel>,
+    session: v1::SessionRef,
+}
+
+impl GrpcCopies {
+    pub(crate) fn new(channel: Channel, session: v1::SessionRef) -> Self {
+        let stub = CopyServiceClient::new(channel)
+            .max_decoding_message_size(MESSAGE_BYTES_MAX)
+            .max_encoding_message_size(MESSAGE_BYTES_MAX);
+        Self { stub, session }
+    }
+
+    async fn copy(&self, call: &Call, copy: ResolvedCopy<'_>) -> Result<Moved, Failure> {
+        let direction = copy.direction;
+        let request = call.request(message(copy, Some(self.session.clone())))?;
+        let mut stub = self.stub.clone();
+        let reply = match direction {
+            Direction::Gather => call.answer(stub.gather(request)).await?,
+            Direction::Scatter => call.answer(stub.scatter(request)).await?,
+        };
+        self.moved(&reply)
+    }
+
+    async fn copy_many(
+        &self,
+        call: &Call,
+        copies: Vec<ResolvedCopy<'_>>,
+    ) -> Result<Vec<Result<Moved, Refusal>>, Failure> {
+        let wanted = copies.len();
+        let copies = copies
+            .into_iter()
+            .map(|copy| v1::DirectedCopy {
+                direction: direction_message(copy.direction).into(),
+                copy: Some(message(copy, None)),
+            })
+            .collect();
+        let request =
+            call.request(v1::CopyManyRequest { session: Some(self.session.clone()), copies })?;
+        let mut stub = self.stub.clone();
+        let reply = call.answer(stub.copy_many(request)).await?;
+        self.same_life(&reply.incarnation)?;
+        if reply.answers.len() != wanted {
+            let given = reply.answers.len();
+            return Err(ProtocolError::Answers { given, wanted }.into());
+        }
+        reply.answers.into_iter().map(read_answer).collect()
+    }
+
+    fn moved(&self, reply: &v1::CopyReply) -> Result<Moved, Failure> {
+        self.same_life(&reply.incarnation)?;
+        Ok(read_moved(reply))
+    }
+
+    fn same_life(&self, incarnation: &[u8]) -> Result<(), Failure> {
+        if incarnation == self.session.incarnation {
+            return Ok(());
+        }
+        Err(ProtocolError::Incarnation.into())
+    }
+}
+
+fn read_moved(reply: &v1::CopyReply) -> Moved {
+    Moved { copied: reply.rows_copied, masked: reply.rows_masked }
+}
+
+fn read_answer(answer: v1::CopyAnswer) -> Result<Result<Moved, Refusal>, Failure> {
+    match answer.answer {
+        Some(v1::copy_answer::Answer::Done(reply)) => Ok(Ok(read_moved(&reply))),
+        Some(v1::copy_answer::Answer::Refused(refusal)) => Refusal::from_message(refusal)
+            .map(Err)
+            .map_err(|_| ProtocolError::Field("CopyAnswer.refused.code").into()),
+        None => Err(ProtocolError::Field("CopyAnswer.answer").into()),
+    }
+}
+
+fn direction_message(direction: Direction) -> v1::Direction {
+    match direction {
+        Direction::Gather => v1::Direction::Gather,
+        Direction::Scatter => v1::Direction::Scatter,
+    }
+}
+
+fn message(copy: ResolvedCopy<'_>, session: Option<v1::SessionRef>) -> v1::CopyRequest {
+    use v1::copy_request::{Flags, Indices};
+
+    let indices = match copy.indices {
+        ResolvedIndices::Int32(values) => {
+            Indices::Int32(v1::Int32Indices { values: values.to_vec() })
+        }
+        ResolvedIndices::Int64(values) => {
+            Indices::Int64(v1::Int64Indices { values: values.to_vec() })
+        }
+        ResolvedIndices::Shared(width, at) => {
+            let width = match width {
+                IndexWidth::Int32 => v1::IndexType::IndexInt32,
+                IndexWidth::Int64 => v1::IndexType::IndexInt64,
+            };
+            Indices::Shared(v1::SharedIndices { r#type: width.into(), at: Some(slice(at)) })
+        }
+    };
+    let flags = match copy.flags {
+        ResolvedFlags::None => None,
+        ResolvedFlags::Inline(flags) => Some(Flags::InlineFlags(flags.into_owned())),
+        ResolvedFlags::Shared(at) => Some(Flags::SharedFlags(slice(at))),
+    };
+    v1::CopyRequest {
+        session,
+        binding_id: copy.binding.0,
+        signature: copy.signature.0,
+        selected: copy.selected,
+        indices: Some(indices),
+        flags,
+        packed: Some(slice(copy.packed)),
+        packed_dtype: copy.packed_dtype.to_message().into(),
+        packed_bytes: copy.packed_bytes,
+        deadline_ms: milliseconds(copy.deadline),
+        lane: copy.lane.0,
+    }
+}
+
+fn slice(at: ResolvedSlice) -> v1::RegionSlice {
+    v1::RegionSlice { region_id: at.region.0, offset_bytes: at.offset }
+}
+
+/// Whole milliseconds, at least one: 0 would be the daemon's default.
+fn milliseconds(duration: Duration) -> u32 {
+    u32::try_from(duration.as_millis()).unwrap_or(u32::MAX).max(1)
+}
