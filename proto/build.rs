@@ -5,6 +5,7 @@ use std::{env, fs, io};
 
 use prost::Message as _;
 
+#[expect(clippy::disallowed_methods, reason = "a build script's arguments are its environment")]
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=statecopy");
     let descriptors = protox::compile(["statecopy/v1/control.proto"], ["."])?;

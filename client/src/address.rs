@@ -146,6 +146,10 @@ impl fmt::Display for Address {
 }
 
 /// The one place where the client reads the environment.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "where the daemon listens is said by the environment"
+)]
 fn variable(name: &str) -> Option<OsString> {
     std::env::var_os(name)
 }

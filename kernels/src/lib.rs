@@ -5,9 +5,14 @@
 //! that they lie in, so that no safe call of this crate reads or writes past one.
 #![deny(unsafe_code)]
 
+#[cfg(any(test, feature = "conformance"))]
+pub mod conformance;
 pub mod device;
 pub mod guard;
+#[expect(unsafe_code, reason = "the host device moves bytes of memory that other processes share")]
+pub mod host;
 pub mod layout;
 pub mod plan;
+pub mod reference;
 pub mod signature;
 mod sync;

@@ -5,4 +5,8 @@ pub(crate) use std::sync::atomic::Ordering;
 #[expect(clippy::disallowed_types, reason = "this is the module that the rule points to")]
 pub(crate) type AtomicBool = std::sync::atomic::AtomicBool;
 #[expect(clippy::disallowed_types, reason = "this is the module that the rule points to")]
+pub(crate) type AtomicU32 = std::sync::atomic::AtomicU32;
+#[expect(clippy::disallowed_types, reason = "this is the module that the rule points to")]
 pub(crate) type AtomicU64 = std::sync::atomic::AtomicU64;
+#[expect(clippy::disallowed_types, reason = "this is the module that the rule points to")]
+pub(crate) type AtomicPtr<T> = std::sync::atomic::AtomicPtr<T>;
