@@ -289,3 +289,6 @@ fn nothing(code: RefusalCode) -> &'static str {
         RefusalCode::LeaseUnavailable => "The lease cannot be had",
     }
 }
+
+#[cfg(test)]
+mod tests;
