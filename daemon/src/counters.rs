@@ -2,7 +2,7 @@
 //!
 //! The memory belongs to the supervisor and outlives device processes, so that counters never fall.
 
-use std::sync::atomic::Ordering;
+use crate::sync::Ordering;
 
 use statecopy_descriptors::{Mapping, MemoryError, SealedMemory};
 use statecopy_kernels::guard::Door;

@@ -4,7 +4,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use statecopy_kernels::layout::Placement;
+use statecopy_kernels::layout::{CacheLayout, Placement};
 use statecopy_proto::{BindingId, PlanKind, RegionId, SignatureHash};
 
 /// How the memory of a region came.
@@ -104,4 +104,43 @@ pub struct RebindRecord {
     pub region: RegionId,
     /// Its place there.
     pub placement: Placement,
+}
+
+/// One compiled table, as `statecopy status` shows it.
+#[derive(Debug, Clone)]
+pub struct PlanInspection {
+    /// The signature it serves.
+    pub signature: SignatureHash,
+    /// Its kind.
+    pub plan: PlanKind,
+    /// The layout.
+    pub layout: CacheLayout,
+    /// The base address class.
+    pub base_mod_16: u8,
+    /// Whether a binding uses it; a table without one goes at the next registration.
+    pub state: PlanState,
+    /// Name and launches of each variant.
+    pub variants: Vec<(String, u64)>,
+    /// Bindings that share it.
+    pub bindings: u32,
+}
+
+/// The states of a compiled table that anyone but its maker can see.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PlanState {
+    /// Sealed, bound to nothing yet or any more.
+    Sealed,
+    /// Bound.
+    Published,
+}
+
+impl PlanState {
+    /// The name in `statecopy status`.
+    #[must_use]
+    pub fn label(self) -> &'static str {
+        match self {
+            Self::Sealed => "sealed",
+            Self::Published => "published",
+        }
+    }
 }

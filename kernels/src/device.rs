@@ -139,6 +139,14 @@ pub struct Slice<'a, R> {
     bytes: u64,
 }
 
+impl<R> Clone for Slice<'_, R> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<R> Copy for Slice<'_, R> {}
+
 impl<'a, R: Region> Slice<'a, R> {
     /// `bytes` bytes at `offset`; `None` when they reach past the region.
     #[must_use]

@@ -7,15 +7,16 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use statecopy_kernels::device::{DeviceDescription, Moved};
-use statecopy_kernels::layout::CacheLayout;
 use statecopy_proto::{
-    BindingId, DataType, Direction, IndexWidth, Lane, PlanKind, Refusal, RefusalCode, RegionId,
-    SessionId, SignatureHash,
+    BindingId, DataType, Direction, IndexWidth, Lane, Refusal, RefusalCode, RegionId, SessionId,
+    SignatureHash,
 };
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::counters::Counters;
-use crate::record::{Progress, PublishedBinding, RebindRecord, RegionRecord, RegistrationRecord};
+use crate::record::{
+    PlanInspection, Progress, PublishedBinding, RebindRecord, RegionRecord, RegistrationRecord,
+};
 
 /// What is known of the device process now.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -75,25 +76,6 @@ pub struct Copy {
     pub lane: Lane,
     /// When it is too late to start.
     pub deadline: Instant,
-}
-
-/// One compiled table, as `statecopy status` shows it.
-#[derive(Debug, Clone)]
-pub struct PlanInspection {
-    /// The signature it serves.
-    pub signature: SignatureHash,
-    /// Its kind.
-    pub plan: PlanKind,
-    /// The layout.
-    pub layout: CacheLayout,
-    /// The base address class.
-    pub base_mod_16: u8,
-    /// `prepared`, `sealed` or `published`.
-    pub state: &'static str,
-    /// Name and launches of each variant.
-    pub variants: Vec<(String, u64)>,
-    /// Bindings that share it.
-    pub bindings: u32,
 }
 
 /// What the keeper of the device process is asked. Each carries the way back for its answer.

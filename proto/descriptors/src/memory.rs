@@ -246,8 +246,7 @@ impl SealedMemory {
             .map_err(MemoryError::kernel("populate"))
     }
 
-    /// The ranges that were ever read or written, by whomever, in order, to the page. The rest are holes: they cost no
-    /// memory, unless they were populated.
+    /// The ranges that were ever touched, in order, to the page: the rest are holes that cost no memory.
     ///
     /// # Errors
     /// What the kernel says.

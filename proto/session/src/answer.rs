@@ -82,6 +82,3 @@ impl Answer {
         Ok(Self { result, executor_ns })
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -325,6 +325,3 @@ impl CopyRequest {
         Ok(InlineRanges { indices, flags })
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -111,6 +111,8 @@ subjects! {
     Direction = 29, VersionMismatch, "direction";
     /// Value: the lane, limit: how many there are.
     Lane = 30, QuotaExceeded, "lane";
+    /// Value: the binding whose region was released.
+    Asleep = 31, RegionUnknown, "binding";
 }
 
 impl Subject {
@@ -239,6 +241,9 @@ impl Fault {
                 format!("The request has direction {value}, which this version does not know")
             }
             Subject::Lane => format!("Lane {value} does not exist, a session has {limit}"),
+            Subject::Asleep => {
+                format!("The memory behind binding {value} was released; rebind its layers first")
+            }
         }
     }
 }
@@ -289,6 +294,3 @@ fn nothing(code: RefusalCode) -> &'static str {
         RefusalCode::LeaseUnavailable => "The lease cannot be had",
     }
 }
-
-#[cfg(test)]
-mod tests;

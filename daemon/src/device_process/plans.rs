@@ -1,0 +1,327 @@
+//! Prepare, seal, publish, as types (contract: Plan).
+//!
+//! ```text
+//!   prepare ──> Prepared ──seal──> Sealed ──publish──> Published
+//! ```
+//!
+//! * `prepare`: every layer is compiled for and run on one row of scratch, or shares a table that was. A refusal names the
+//!   layer, and nothing stays.
+//! * `seal`: the configuration must be the one of the snapshot, and no hook may be present.
+//! * `publish`: the targets that the executor looks requests up in. They hold no stream and no request buffer; a table
+//!   holds no pointer either.
+//!
+//! Each step consumes the one before, so nothing unsealed can reach the executor.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Weak};
+
+use statecopy_kernels::device::{Configuration, Device};
+use statecopy_kernels::layout::{CacheLayout, Placement};
+use statecopy_kernels::plan::{self, KernelClass, Variant};
+use statecopy_kernels::signature::Signature;
+use statecopy_proto::{BindingId, PlanKind, Refusal, RefusalCode, RegionId, SignatureHash};
+
+use crate::record::{
+    LayerRecord, PlanInspection, PlanState, Progress, PublishedBinding, RegistrationRecord,
+    SetRecord, Stage,
+};
+use crate::sync::{AtomicU64, Ordering};
+
+use super::scratch;
+use super::table::{Bound, Target, Targets};
+
+/// The compiled variants of one (plan kind, signature, configuration). Immutable; shared by layers and workers.
+#[derive(Debug)]
+pub(super) struct CompiledTable<D: Device> {
+    pub(super) kind: PlanKind,
+    pub(super) signature: Signature,
+    pub(super) hash: SignatureHash,
+    pub(super) variants: D::Variants,
+    configuration: Configuration,
+    launches: [AtomicU64; Variant::ALL.len()],
+}
+
+impl<D: Device> CompiledTable<D> {
+    /// Counts a launch.
+    pub(super) fn count(&self, variant: Variant) {
+        self.launches[variant.ordinal()].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Checks that a layer may move to another place under this table.
+    ///
+    /// # Errors
+    /// SIGNATURE_MISMATCH naming both signatures.
+    pub(super) fn check_signature(
+        &self,
+        device: &D,
+        layer: &str,
+        placement: &Placement,
+    ) -> Result<(), Refusal> {
+        let uuid = device.description().uuid;
+        let moved = Signature::new(uuid, placement.layout().clone(), placement.offset());
+        if moved == self.signature {
+            return Ok(());
+        }
+        let sentence = format!(
+            "Layer {layer} is sealed under signature {} and cannot move to one of {}",
+            self.hash,
+            moved.hash()
+        );
+        Err(Refusal::new(RefusalCode::SignatureMismatch, sentence).about(layer))
+    }
+
+    fn serves(&self, kind: PlanKind, signature: &Signature, configuration: &Configuration) -> bool {
+        self.kind == kind && self.signature == *signature && self.configuration == *configuration
+    }
+
+    fn inspect(&self, bindings: u32) -> PlanInspection {
+        let launches = |variant: &Variant| {
+            (variant.label().to_owned(), self.launches[variant.ordinal()].load(Ordering::Relaxed))
+        };
+        PlanInspection {
+            signature: self.hash,
+            plan: self.kind,
+            layout: self.signature.layout().clone(),
+            base_mod_16: self.signature.base_mod_16(),
+            state: if bindings > 0 { PlanState::Published } else { PlanState::Sealed },
+            variants: Variant::of(self.kind).iter().map(launches).collect(),
+            bindings,
+        }
+    }
+}
+
+/// Every table that something still uses. It owns none of them.
+#[derive(Debug)]
+pub(super) struct Tables<D: Device> {
+    tables: Vec<Weak<CompiledTable<D>>>,
+}
+
+impl<D: Device> Default for Tables<D> {
+    fn default() -> Self {
+        Self { tables: Vec::new() }
+    }
+}
+
+impl<D: Device> Tables<D> {
+    fn find(
+        &self,
+        kind: PlanKind,
+        signature: &Signature,
+        configuration: &Configuration,
+    ) -> Option<Arc<CompiledTable<D>>> {
+        let mut live = self.tables.iter().filter_map(Weak::upgrade);
+        live.find(|table| table.serves(kind, signature, configuration))
+    }
+
+    fn remember(&mut self, table: &Arc<CompiledTable<D>>) {
+        self.tables.retain(|table| table.strong_count() > 0);
+        self.tables.push(Arc::downgrade(table));
+    }
+
+    /// What `statecopy status` shows. `targets`: all targets of all sessions.
+    pub(super) fn inspect<'a>(
+        &self,
+        targets: impl Iterator<Item = &'a Target<D>>,
+    ) -> Vec<PlanInspection> {
+        let mut bindings: HashMap<*const CompiledTable<D>, u32> = HashMap::new();
+        for target in targets.filter(|target| !target.is_set) {
+            *bindings.entry(Arc::as_ptr(&target.table)).or_default() += 1;
+        }
+        let count = |table: &Arc<_>| bindings.get(&Arc::as_ptr(table)).copied().unwrap_or(0);
+        let live = self.tables.iter().filter_map(Weak::upgrade);
+        live.map(|table| table.inspect(count(&table))).collect()
+    }
+}
+
+/// Regions of one session.
+pub(super) type Regions<D> = HashMap<RegionId, Arc<<D as Device>::Region>>;
+
+/// Layers whose variants exist and ran once.
+#[derive(Debug)]
+pub(super) struct Prepared<D: Device> {
+    snapshot: Configuration,
+    layers: Vec<(LayerRecord, Arc<CompiledTable<D>>)>,
+    sets: Vec<SetRecord>,
+}
+
+/// Layers whose launch tables cannot change any more.
+#[derive(Debug)]
+pub(super) struct Sealed<D: Device> {
+    layers: Vec<(LayerRecord, Arc<CompiledTable<D>>)>,
+    sets: Vec<SetRecord>,
+}
+
+/// Prepares every layer of a registration, or none.
+///
+/// # Errors
+/// HOOK_PRESENT, PREPARE_FAILED; the subject is the layer.
+pub(super) fn prepare<D: Device>(
+    device: &D,
+    tables: &mut Tables<D>,
+    registration: RegistrationRecord,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Prepared<D>, Refusal> {
+    let snapshot = device.configuration();
+    device.check_hooks()?;
+    let total = u32::try_from(registration.layers.len()).unwrap_or(u32::MAX);
+    let mut layers = Vec::with_capacity(registration.layers.len());
+    for (done, layer) in (0..total).zip(registration.layers) {
+        progress(Progress { stage: Stage::Preparing, layers_done: done, layers_total: total });
+        let table = prepare_layer(device, tables, &snapshot, &layer)
+            .map_err(|refusal| name_layer(&refusal, &layer.name))?;
+        layers.push((layer, table));
+    }
+    progress(Progress { stage: Stage::Preparing, layers_done: total, layers_total: total });
+    Ok(Prepared { snapshot, layers, sets: registration.sets })
+}
+
+fn prepare_layer<D: Device>(
+    device: &D,
+    tables: &mut Tables<D>,
+    snapshot: &Configuration,
+    layer: &LayerRecord,
+) -> Result<Arc<CompiledTable<D>>, Refusal> {
+    let description = device.description();
+    let placement = &layer.placement;
+    let kind = plan::choose(&description.fused, placement.layout());
+    let signature =
+        Signature::new(description.uuid, placement.layout().clone(), placement.offset());
+    if let Some(table) = tables.find(kind, &signature, snapshot) {
+        return Ok(table);
+    }
+    let variants = device.compile(&KernelClass::of(kind, &signature))?;
+    scratch::run_every_variant(device, kind, &variants, &signature)?;
+    let table = Arc::new(CompiledTable {
+        kind,
+        hash: signature.hash(),
+        signature,
+        variants,
+        configuration: snapshot.clone(),
+        launches: Default::default(),
+    });
+    tables.remember(&table);
+    Ok(table)
+}
+
+impl<D: Device> Prepared<D> {
+    /// Seals: compares the configuration with the snapshot and looks for hooks.
+    ///
+    /// # Errors
+    /// CONFIGURATION_DRIFT naming what changed, HOOK_PRESENT.
+    pub(super) fn seal(
+        self,
+        device: &D,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Sealed<D>, Refusal> {
+        let total = u32::try_from(self.layers.len()).unwrap_or(u32::MAX);
+        progress(Progress { stage: Stage::Sealing, layers_done: 0, layers_total: total });
+        let drift = self.snapshot.drift(&device.configuration());
+        if !drift.is_empty() {
+            return Err(Refusal::new(
+                RefusalCode::ConfigurationDrift,
+                format!("The compiler configuration changed since prepare: {}", drift.join(", ")),
+            )
+            .about(drift.join(",")));
+        }
+        device.check_hooks()?;
+        progress(Progress { stage: Stage::Sealing, layers_done: total, layers_total: total });
+        Ok(Sealed { layers: self.layers, sets: self.sets })
+    }
+}
+
+impl<D: Device> Sealed<D> {
+    /// The layers and their tables, for a later rebind.
+    pub(super) fn layers(&self) -> &[(LayerRecord, Arc<CompiledTable<D>>)] {
+        &self.layers
+    }
+
+    /// Binds every layer and set to its memory.
+    ///
+    /// # Errors
+    /// REGION_UNKNOWN, SIGNATURE_MISMATCH for a set of unequal layers, and what the device refuses to bind.
+    pub(super) fn publish(
+        self,
+        device: &D,
+        regions: &Regions<D>,
+        hook_epoch: u64,
+    ) -> Result<Targets<D>, Refusal> {
+        bind_all(device, regions, &self.layers, &self.sets, hook_epoch)
+    }
+}
+
+/// Binds layers to memory, with tables that are sealed already: what publish and rebind share.
+pub(super) fn bind_all<D: Device>(
+    device: &D,
+    regions: &Regions<D>,
+    layers: &[(LayerRecord, Arc<CompiledTable<D>>)],
+    sets: &[SetRecord],
+    hook_epoch: u64,
+) -> Result<Targets<D>, Refusal> {
+    let mut targets = Targets::<D>::with_capacity(layers.len() + sets.len());
+    for layer in layers {
+        let target = Target::bind(device, regions, &[layer], hook_epoch)
+            .map_err(|refusal| name_layer(&refusal, &layer.0.name))?;
+        targets.insert(layer.0.binding, Bound::Awake(Arc::new(target)));
+    }
+    let by_id: HashMap<BindingId, _> =
+        layers.iter().map(|layer| (layer.0.binding, layer)).collect();
+    for set in sets {
+        let members: Vec<_> = set.layers.iter().filter_map(|id| by_id.get(id).copied()).collect();
+        if members.len() != set.layers.len() || members.is_empty() {
+            return Err(unequal(set, "it names a layer of another registration"));
+        }
+        if members.iter().any(|layer| layer.1.hash != members[0].1.hash) {
+            return Err(unequal(set, "its layers have different signatures"));
+        }
+        let mut target = Target::bind(device, regions, &members, hook_epoch)
+            .map_err(|refusal| name_layer(&refusal, &set.name))?;
+        target.is_set = true;
+        targets.insert(set.binding, Bound::Awake(Arc::new(target)));
+    }
+    Ok(targets)
+}
+
+/// What the worker is told of its targets, in the order of their ids.
+pub(super) fn published<D: Device>(targets: &Targets<D>) -> Vec<PublishedBinding> {
+    let mut published: Vec<_> = awake(targets)
+        .map(|(binding, target)| PublishedBinding {
+            binding,
+            signature: target.table.hash,
+            plan: target.table.kind,
+        })
+        .collect();
+    published.sort_by_key(|published| published.binding);
+    published
+}
+
+/// The targets that are bound to memory.
+pub(super) fn awake<D: Device>(
+    targets: &Targets<D>,
+) -> impl Iterator<Item = (BindingId, &Target<D>)> {
+    targets.iter().filter_map(|(binding, bound)| match bound {
+        Bound::Awake(target) => Some((*binding, &**target)),
+        Bound::Asleep => None,
+    })
+}
+
+fn unequal(set: &SetRecord, why: &str) -> Refusal {
+    let sentence = format!("Binding set {} cannot be one request: {why}", set.name);
+    Refusal::new(RefusalCode::SignatureMismatch, sentence).about(set.name.clone())
+}
+
+fn name_layer(refusal: &Refusal, layer: &str) -> Refusal {
+    let sentence = if refusal.sentence().contains(layer) {
+        refusal.sentence().to_owned()
+    } else {
+        format!("Layer {layer}: {}", refusal.sentence())
+    };
+    Refusal::new(refusal.code(), sentence).about(layer).remedied_by(refusal.remedy())
+}
+
+/// The layout of a one-row cache with the payload of another layout.
+pub(super) fn one_row(layout: &CacheLayout) -> Result<CacheLayout, Refusal> {
+    let [_, heads, values, keys] = *layout.shape();
+    let elements = layout.payload_bytes() / layout.dtype().item_bytes();
+    CacheLayout::with_page_stride(layout.dtype(), [1, heads, values, keys], elements)
+        .map_err(|error| error.to_refusal("scratch"))
+}

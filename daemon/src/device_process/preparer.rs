@@ -1,0 +1,251 @@
+//! The preparing thread: imports, prepares, seals, binds and tears down, one request of the supervisor at a time.
+//!
+//! Whatever it makes for the executor it hands over whole, and it takes back what the executor no longer uses: mappings
+//! are dropped here, never on the executor's thread.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Weak};
+
+use statecopy_kernels::device::{AllocationId, Device, Region, RegionOffer};
+use statecopy_kernels::guard::ServingGuard;
+use statecopy_proto::{Refusal, RefusalCode, RegionId, SessionId};
+
+use crate::record::{
+    LayerRecord, PlanInspection, Progress, PublishedBinding, RebindRecord, RegistrationRecord,
+    SetRecord, Stage,
+};
+
+use super::executor::ExecutorHandle;
+use super::plans::{self, CompiledTable, Regions, Tables, bind_all};
+use super::table::{Bound, SessionTable, Targets};
+
+/// What the preparing thread keeps of one session.
+#[derive(Debug)]
+struct Session<D: Device> {
+    regions: Regions<D>,
+    layers: Vec<(LayerRecord, Arc<CompiledTable<D>>)>,
+    sets: Vec<SetRecord>,
+    targets: Option<Arc<Targets<D>>>,
+}
+
+impl<D: Device> Default for Session<D> {
+    fn default() -> Self {
+        Self { regions: HashMap::new(), layers: Vec::new(), sets: Vec::new(), targets: None }
+    }
+}
+
+impl<D: Device> Session<D> {
+    fn table(&self) -> Box<SessionTable<D>> {
+        Box::new(SessionTable { regions: self.regions.clone(), targets: self.targets.clone() })
+    }
+}
+
+/// The preparing thread's state.
+#[derive(Debug)]
+pub(super) struct Preparer<D: Device> {
+    device: Arc<D>,
+    guard: Arc<ServingGuard>,
+    executor: ExecutorHandle<D>,
+    tables: Tables<D>,
+    sessions: HashMap<SessionId, Session<D>>,
+    mappings: HashMap<AllocationId, Weak<D::Region>>,
+}
+
+impl<D: Device> Preparer<D> {
+    pub(super) fn new(
+        device: Arc<D>,
+        guard: Arc<ServingGuard>,
+        executor: ExecutorHandle<D>,
+    ) -> Self {
+        Self {
+            device,
+            guard,
+            executor,
+            tables: Tables::default(),
+            sessions: HashMap::new(),
+            mappings: HashMap::new(),
+        }
+    }
+
+    /// Maps a region. Two regions of one allocation share one mapping.
+    pub(super) fn import_region(
+        &mut self,
+        session: SessionId,
+        region: RegionId,
+        bytes: u64,
+        descriptor: OwnedFd,
+    ) -> Result<(), Refusal> {
+        let imported = self.device.import(RegionOffer::Memfd { descriptor, bytes })?;
+        let allocation = imported.allocation();
+        self.mappings.retain(|_, mapping| mapping.strong_count() > 0);
+        let shared = match self.mappings.get(&allocation).and_then(Weak::upgrade) {
+            Some(mapping) if mapping.bytes() == imported.bytes() => mapping,
+            _ => Arc::new(imported),
+        };
+        self.mappings.insert(allocation, Arc::downgrade(&shared));
+        self.sessions.entry(session).or_default().regions.insert(region, shared);
+        self.install(session)
+    }
+
+    /// Unmaps a region. Layers in it fall asleep: their tables stay, so that a rebind need not prepare again.
+    pub(super) fn drop_region(
+        &mut self,
+        session: SessionId,
+        region: RegionId,
+    ) -> Result<(), Refusal> {
+        let Some(kept) = self.sessions.get_mut(&session) else { return Ok(()) };
+        kept.regions.remove(&region);
+        if let Some(targets) = &kept.targets {
+            let put_to_sleep = |bound: &Bound<D>| match bound {
+                Bound::Awake(target) if target.lies_in(region) => Bound::Asleep,
+                bound => bound.clone(),
+            };
+            let left = targets.iter().map(|(id, bound)| (*id, put_to_sleep(bound))).collect();
+            kept.targets = Some(Arc::new(left));
+        }
+        self.install(session)
+    }
+
+    /// Prepares, seals and publishes, in place of what the session had published; on a refusal nothing is published.
+    pub(super) fn register(
+        &mut self,
+        session: SessionId,
+        registration: RegistrationRecord,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Vec<PublishedBinding>, Refusal> {
+        // Held until the new layers have found those that still serve them.
+        let earlier = self.sessions.get(&session).map(|kept| kept.layers.clone());
+        self.withdraw(session)?;
+        self.guard.open();
+        let outcome = self.publish(session, registration, progress);
+        self.shut_if_serving();
+        drop(earlier);
+        outcome
+    }
+
+    fn publish(
+        &mut self,
+        session: SessionId,
+        registration: RegistrationRecord,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<Vec<PublishedBinding>, Refusal> {
+        let sets = registration.sets.clone();
+        let prepared = plans::prepare(&*self.device, &mut self.tables, registration, progress)?;
+        let sealed = prepared.seal(&*self.device, progress)?;
+        let layers = sealed.layers().to_vec();
+        let total = u32::try_from(layers.len()).unwrap_or(u32::MAX);
+        progress(Progress { stage: Stage::Publishing, layers_done: 0, layers_total: total });
+        let kept = self.sessions.entry(session).or_default();
+        let targets = sealed.publish(&*self.device, &kept.regions, self.executor.hook_epoch())?;
+        let published = plans::published(&targets);
+        kept.layers = layers;
+        kept.sets = sets;
+        kept.targets = Some(Arc::new(targets));
+        self.guard.shut();
+        self.install(session)?;
+        progress(Progress { stage: Stage::Publishing, layers_done: total, layers_total: total });
+        Ok(published)
+    }
+
+    /// Moves layers to other memory of the same signature, with the tables they have.
+    pub(super) fn rebind(
+        &mut self,
+        session: SessionId,
+        moves: &[RebindRecord],
+    ) -> Result<(), Refusal> {
+        self.guard.open();
+        let outcome = self.rebind_layers(session, moves);
+        self.shut_if_serving();
+        outcome
+    }
+
+    fn rebind_layers(&mut self, session: SessionId, moves: &[RebindRecord]) -> Result<(), Refusal> {
+        let kept = self.sessions.entry(session).or_default();
+        let mut layers = kept.layers.clone();
+        for moved in moves {
+            let (layer, table) = layers
+                .iter_mut()
+                .find(|(layer, _)| layer.binding == moved.binding)
+                .ok_or_else(|| stale(moved))?;
+            table.check_signature(&*self.device, &layer.name, &moved.placement)?;
+            layer.region = moved.region;
+            layer.placement = moved.placement.clone();
+        }
+        let targets = bind_awake(
+            &*self.device,
+            &kept.regions,
+            &layers,
+            &kept.sets,
+            self.executor.hook_epoch(),
+        )?;
+        kept.layers = layers;
+        kept.targets = Some(Arc::new(targets));
+        self.install(session)
+    }
+
+    /// Withdraws what a session published.
+    pub(super) fn withdraw(&mut self, session: SessionId) -> Result<(), Refusal> {
+        let Some(kept) = self.sessions.get_mut(&session) else { return Ok(()) };
+        kept.targets = None;
+        kept.layers = Vec::new();
+        kept.sets = Vec::new();
+        self.install(session)
+    }
+
+    /// Forgets a session; everything it owned is unmapped when this returns.
+    pub(super) fn close_session(&mut self, session: SessionId) -> Result<(), Refusal> {
+        self.sessions.remove(&session);
+        self.executor.remove(session)?;
+        self.mappings.retain(|_, mapping| mapping.strong_count() > 0);
+        Ok(())
+    }
+
+    /// Ends the executor once everything submitted is answered.
+    pub(super) fn end(&mut self) {
+        self.executor.end();
+    }
+
+    /// Lists the compiled tables.
+    pub(super) fn inspect(&self) -> Vec<PlanInspection> {
+        let targets = self.sessions.values().filter_map(|session| session.targets.as_deref());
+        self.tables.inspect(targets.flat_map(|targets| plans::awake(targets).map(|(_, it)| it)))
+    }
+
+    fn install(&mut self, session: SessionId) -> Result<(), Refusal> {
+        let table = self.sessions.entry(session).or_default().table();
+        self.executor.install(session, table)
+    }
+
+    fn shut_if_serving(&self) {
+        if self.sessions.values().any(|session| session.targets.is_some()) {
+            self.guard.shut();
+        }
+    }
+}
+
+/// Binds what has memory; a layer whose region is gone stays asleep, and so does every set that it is in.
+fn bind_awake<D: Device>(
+    device: &D,
+    regions: &Regions<D>,
+    layers: &[(LayerRecord, Arc<CompiledTable<D>>)],
+    sets: &[SetRecord],
+    hook_epoch: u64,
+) -> Result<Targets<D>, Refusal> {
+    let (awake, asleep): (Vec<_>, Vec<_>) =
+        layers.iter().cloned().partition(|(layer, _)| regions.contains_key(&layer.region));
+    let sleeps =
+        |set: &SetRecord| asleep.iter().any(|(layer, _)| set.layers.contains(&layer.binding));
+    let (sleeping, waking): (Vec<_>, Vec<_>) = sets.iter().cloned().partition(sleeps);
+    let mut targets = bind_all(device, regions, &awake, &waking, hook_epoch)?;
+    targets.extend(asleep.iter().map(|(layer, _)| (layer.binding, Bound::Asleep)));
+    targets.extend(sleeping.iter().map(|set| (set.binding, Bound::Asleep)));
+    Ok(targets)
+}
+
+fn stale(moved: &RebindRecord) -> Refusal {
+    Refusal::new(
+        RefusalCode::StalePlan,
+        format!("Binding {} is not published in this session", moved.binding),
+    )
+}

@@ -1,0 +1,80 @@
+//! Runs every variant once on a one-row scratch, so that a variant's fault stops the start and not the first request.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use statecopy_kernels::device::{Device, Flags, Indices, Launch, Launcher, Slice};
+use statecopy_kernels::signature::{ALIGNMENT_BYTES, Signature};
+use statecopy_proto::{Direction, IndexWidth, PlanKind, Refusal, RefusalCode};
+
+use super::plans::one_row;
+
+/// How long one row of scratch may take before the device counts as broken.
+const SCRATCH_RUN_MAX: Duration = Duration::from_secs(30);
+
+/// Runs gather and scatter for both index widths: the four variants of a fused plan, or the one of a byte-copy plan four
+/// times. Scratch is O(payload), has the cache's alignment class, and is freed only after the device has answered.
+///
+/// # Errors
+/// PREPARE_FAILED naming the variant.
+pub(super) fn run_every_variant<D: Device>(
+    device: &D,
+    kind: PlanKind,
+    variants: &D::Variants,
+    signature: &Signature,
+) -> Result<(), Refusal> {
+    let layout = one_row(signature.layout())?;
+    let payload = layout.payload_bytes();
+    let packed_at = (ALIGNMENT_BYTES + payload).next_multiple_of(ALIGNMENT_BYTES);
+    let scratch = Arc::new(device.scratch(packed_at + payload)?);
+    let placement = layout
+        .place(u64::from(signature.base_mod_16()), packed_at)
+        .map_err(|error| error.to_refusal("scratch"))?;
+    let caches = device.bind(&[(Arc::clone(&scratch), placement)])?;
+    let mut launcher = device.launcher()?;
+    for direction in Direction::ALL {
+        for width in IndexWidth::ALL {
+            let packed = Slice::new(&scratch, packed_at, payload)
+                .ok_or_else(|| failed("the scratch is too small"))?;
+            let launch = Launch::<'_, D> {
+                kind,
+                variants,
+                caches: &caches,
+                direction,
+                selected: 1,
+                indices: match width {
+                    IndexWidth::Int32 => Indices::Int32(&[0]),
+                    IndexWidth::Int64 => Indices::Int64(&[0]),
+                },
+                flags: match direction {
+                    Direction::Gather => Flags::Inline(&[1]),
+                    Direction::Scatter => Flags::None,
+                },
+                packed,
+                part: 0..1,
+            };
+            run(&mut launcher, &launch)?;
+        }
+    }
+    Ok(())
+}
+
+fn run<D: Device>(launcher: &mut D::Launcher, launch: &Launch<'_, D>) -> Result<(), Refusal> {
+    let variant = launch.variant().label();
+    let ticket = launcher.launch(launch).map_err(|fault| failed(&format!("{variant}: {fault}")))?;
+    let until = Instant::now() + SCRATCH_RUN_MAX;
+    loop {
+        match launcher.poll(ticket).map_err(|fault| failed(&format!("{variant}: {fault}")))? {
+            Some(moved) if moved.copied == 1 => return Ok(()),
+            Some(_) => return Err(failed(&format!("{variant} moved no row"))),
+            None if Instant::now() > until => {
+                return Err(failed(&format!("{variant} did not end within {SCRATCH_RUN_MAX:?}")));
+            }
+            None => std::thread::yield_now(),
+        }
+    }
+}
+
+fn failed(why: &str) -> Refusal {
+    Refusal::new(RefusalCode::PrepareFailed, format!("A run on scratch failed: {why}"))
+}

@@ -1,0 +1,135 @@
+//! The preparing thread's loop: one request of the supervisor at a time.
+
+use std::os::fd::OwnedFd;
+
+use statecopy_descriptors::{Connection, MESSAGE_BYTES_MAX};
+use statecopy_kernels::device::Device;
+use statecopy_proto::{Refusal, RefusalCode, SessionId};
+
+use crate::link::{self, LinkError, Reply, Request};
+use crate::record::{LayerRecord, Progress, RebindRecord, RegistrationRecord, SetRecord};
+
+use super::preparer::Preparer;
+use super::reply;
+
+/// A request that came in parts and is not complete.
+#[derive(Debug, Default)]
+struct Parts {
+    registration: RegistrationRecord,
+    moves: Vec<RebindRecord>,
+}
+
+/// Serves until the supervisor asks for the end.
+///
+/// # Errors
+/// When the link fails: it is closed when the supervisor dies.
+pub(super) fn serve<D: Device>(
+    link: &Connection,
+    preparer: &mut Preparer<D>,
+) -> Result<(), LinkError> {
+    let mut bytes = vec![0; MESSAGE_BYTES_MAX];
+    let mut parts = Parts::default();
+    loop {
+        let received = link.receive(&mut bytes, 1)?;
+        let message = link::decode::<Request>(&bytes[..received.bytes])?;
+        let descriptor = received.descriptors.into_iter().next();
+        let id = message.id;
+        if matches!(message.body, Request::Shutdown) {
+            preparer.end();
+            return reply(link, id, Reply::Done);
+        }
+        for answer in answer(link, id, preparer, &mut parts, message.body, descriptor)? {
+            reply(link, id, answer)?;
+        }
+    }
+}
+
+fn answer<D: Device>(
+    link: &Connection,
+    id: u64,
+    preparer: &mut Preparer<D>,
+    parts: &mut Parts,
+    request: Request,
+    descriptor: Option<OwnedFd>,
+) -> Result<Vec<Reply>, LinkError> {
+    match request {
+        Request::Start(_) => Err(LinkError::OutOfTurn("a second start")),
+        Request::Shutdown => Ok(Vec::new()),
+        Request::ImportRegion { session, region, bytes } => {
+            let descriptor = descriptor.ok_or(LinkError::OutOfTurn("a region without memory"))?;
+            Ok(done(preparer.import_region(session, region, bytes, descriptor)))
+        }
+        Request::DropRegion { session, region } => Ok(done(preparer.drop_region(session, region))),
+        Request::Register { session, layers, sets, last } => {
+            let layers: Result<Vec<LayerRecord>, _> =
+                layers.into_iter().map(TryInto::try_into).collect();
+            parts.registration.layers.extend(layers?);
+            parts.registration.sets.extend(sets.into_iter().map(SetRecord::from));
+            if !last {
+                return Ok(Vec::new());
+            }
+            register(link, id, preparer, session, std::mem::take(&mut parts.registration))
+        }
+        Request::Rebind { session, layers, last } => {
+            let layers: Result<Vec<RebindRecord>, _> =
+                layers.into_iter().map(TryInto::try_into).collect();
+            parts.moves.extend(layers?);
+            if !last {
+                return Ok(Vec::new());
+            }
+            Ok(done(preparer.rebind(session, &std::mem::take(&mut parts.moves))))
+        }
+        Request::ReleaseLayers { session } => Ok(done(preparer.withdraw(session))),
+        Request::CloseSession { session } => Ok(done(preparer.close_session(session))),
+        Request::Inspect => {
+            let plans: Result<Vec<_>, _> =
+                preparer.inspect().into_iter().map(TryInto::try_into).collect();
+            in_parts(plans?, |plans, last| Reply::Inspected { plans, last })
+        }
+    }
+}
+
+fn register<D: Device>(
+    link: &Connection,
+    id: u64,
+    preparer: &mut Preparer<D>,
+    session: SessionId,
+    registration: RegistrationRecord,
+) -> Result<Vec<Reply>, LinkError> {
+    let mut lost = None;
+    let mut progress = |progress: Progress| {
+        if let Err(error) = reply(link, id, progress.into()) {
+            lost = Some(error);
+        }
+    };
+    let outcome = preparer.register(session, registration, &mut progress);
+    match (lost, outcome) {
+        (Some(error), _) => Err(error),
+        (None, Err(refusal)) => Ok(vec![Reply::Refused((&refusal).into())]),
+        (None, Ok(published)) => {
+            let bindings = published.into_iter().map(Into::into).collect();
+            in_parts(bindings, |bindings, last| Reply::Published { bindings, last })
+        }
+    }
+}
+
+fn in_parts<T: serde::Serialize>(
+    items: Vec<T>,
+    reply: impl Fn(Vec<T>, bool) -> Reply,
+) -> Result<Vec<Reply>, LinkError> {
+    let parts = link::chunks(items)?;
+    let last_at = parts.len() - 1;
+    Ok(parts.into_iter().enumerate().map(|(at, part)| reply(part, at == last_at)).collect())
+}
+
+fn done(outcome: Result<(), Refusal>) -> Vec<Reply> {
+    vec![match outcome {
+        Ok(()) => Reply::Done,
+        Err(refusal) => Reply::Refused((&refusal).into()),
+    }]
+}
+
+/// The executor's thread is gone: this process ends with it.
+pub(super) fn executor_gone() -> Refusal {
+    Refusal::new(RefusalCode::DeviceLost, "The executor is gone")
+}

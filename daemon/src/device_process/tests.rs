@@ -1,0 +1,377 @@
+//! The device process without its process: a preparing thread, an executor and a ring, over the host device.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use statecopy_descriptors::{Doorbell, Mapping, SealedMemory};
+use statecopy_kernels::guard::{Door, ServingGuard};
+use statecopy_kernels::host::{HostDevice, HostOptions};
+use statecopy_kernels::layout::CacheLayout;
+use statecopy_proto::{
+    BindingId, DataType, Direction, Incarnation, IndexWidth, Lane, PlanKind, Refusal, RefusalCode,
+    RegionId, SessionId, SignatureHash,
+};
+use statecopy_session::{
+    CopyRequest, FlagSource, Identity, IndexSource, Indices, MonotonicNs, Moved, Packed,
+    Parameters, Progress, SessionMemory, Submitter,
+};
+
+use crate::config::{DeviceKind, DeviceSettings};
+use crate::counters::{Counter, Counters};
+use crate::record::{LayerRecord, PublishedBinding, RebindRecord, RegistrationRecord, SetRecord};
+
+use super::executor::{Executor, ExecutorSettings};
+use super::preparer::Preparer;
+
+const WORKER: SessionId = SessionId(1);
+const CACHE: RegionId = RegionId(1);
+const PACKED: RegionId = RegionId(2);
+const REGION_BYTES: u64 = 1 << 20;
+const ROWS: u64 = 5;
+/// Elements of one payload: [2, 3, 4].
+const PAYLOAD: u64 = 24;
+
+struct Rig {
+    preparer: Preparer<HostDevice>,
+    ring: Submitter,
+    guard: Arc<ServingGuard>,
+    counters: Counters,
+    cache: Mapping,
+    packed: Mapping,
+    published: Vec<PublishedBinding>,
+}
+
+fn settings() -> DeviceSettings {
+    DeviceSettings {
+        kind: DeviceKind::Host,
+        copy_threads: None,
+        spin_us: 50,
+        abort_after_seal: true,
+        allowed_preloads: Vec::new(),
+        slots: 8,
+        launch_bytes_max: 256,
+        selected_max: 64,
+    }
+}
+
+fn memory() -> (OwnedFd, Mapping) {
+    let memory = SealedMemory::create("statecopy-test", REGION_BYTES).unwrap();
+    (memory.try_clone_fd().unwrap(), memory.map().unwrap())
+}
+
+impl Rig {
+    fn new() -> Self {
+        let identity = Identity { incarnation: Incarnation::new([7; 16]), session: SessionId(0) };
+        let parameters = Parameters::for_rows(8, 64).unwrap();
+        let (_sealed, session) = SessionMemory::create(parameters, identity).unwrap();
+        let (executor_bell, answers) = (Doorbell::create().unwrap(), Doorbell::create().unwrap());
+        let ring = session.submitter(executor_bell.try_clone().unwrap());
+        let (sealed, counters) = Counters::create().unwrap();
+        let guard = Arc::new(ServingGuard::new(true));
+        let device = Arc::new(HostDevice::open(HostOptions::new(Arc::clone(&guard))).unwrap());
+        let executor = Executor::start(
+            &*device,
+            session.executor(answers),
+            executor_bell,
+            Counters::open(&sealed).unwrap(),
+            Arc::clone(&guard),
+            ExecutorSettings::of(&settings()),
+        )
+        .unwrap();
+        let mut preparer = Preparer::new(device, Arc::clone(&guard), executor);
+        let ((cache_fd, cache), (packed_fd, packed)) = (memory(), memory());
+        preparer.import_region(WORKER, CACHE, REGION_BYTES, cache_fd).unwrap();
+        preparer.import_region(WORKER, PACKED, REGION_BYTES, packed_fd).unwrap();
+        Self { preparer, ring, guard, counters, cache, packed, published: Vec::new() }
+    }
+
+    /// Two FP32 layers side by side in every page, and a set of both.
+    fn registered() -> Self {
+        let mut rig = Self::new();
+        rig.published = rig.register(registration()).unwrap();
+        rig
+    }
+
+    fn register(&mut self, what: RegistrationRecord) -> Result<Vec<PublishedBinding>, Refusal> {
+        self.preparer.register(WORKER, what, &mut |_| {})
+    }
+
+    fn gather(&self, binding: u64, indices: &[i32]) -> CopyRequest {
+        let published = self.published.iter().find(|it| it.binding.0 == binding);
+        let layers = if binding == 3 { 2 } else { 1 };
+        CopyRequest {
+            session: WORKER,
+            binding: BindingId(binding),
+            signature: published.map_or(SignatureHash(0), |it| it.signature),
+            direction: Direction::Gather,
+            selected: indices.len() as u64,
+            packed: Packed {
+                region: PACKED,
+                offset: 0,
+                bytes: layers * indices.len() as u64 * PAYLOAD * 4,
+                dtype: DataType::Float32.number(),
+            },
+            indices: Indices { width: IndexWidth::Int32, source: IndexSource::Inline },
+            flags: FlagSource::None,
+            lane: Lane(0),
+            deadline: MonotonicNs::NEVER,
+            submitted_at: MonotonicNs::now(),
+        }
+    }
+
+    fn run(&mut self, request: &CopyRequest, indices: &[i32]) -> Result<Moved, RefusalCode> {
+        let bytes: Vec<u8> = indices.iter().flat_map(|index| index.to_ne_bytes()).collect();
+        let inline = match request.indices.source {
+            IndexSource::Inline => bytes.as_slice(),
+            IndexSource::Shared { .. } => &[],
+        };
+        let sequence = self.ring.try_submit(request, inline, &[]).unwrap();
+        let until = Instant::now() + Duration::from_secs(10);
+        loop {
+            match self.ring.poll(sequence).unwrap() {
+                Progress::Answered(answer) => return answer.result.map_err(|fault| fault.code),
+                _ => assert!(Instant::now() < until, "the executor did not answer"),
+            }
+        }
+    }
+
+    fn word(&self, memory: &Mapping, at: u64) -> u32 {
+        let mut bytes = [0; 4];
+        memory.read(at * 4, &mut bytes).unwrap();
+        u32::from_ne_bytes(bytes)
+    }
+
+    fn fill_cache(&self) {
+        for at in 0..REGION_BYTES / 4 {
+            let word = u32::try_from(at).unwrap() ^ 0x5a5a_0000;
+            self.cache.write(at * 4, &word.to_ne_bytes()).unwrap();
+        }
+    }
+}
+
+fn layer(binding: u64, name: &str, offset: u64, dtype: DataType) -> LayerRecord {
+    let layout = CacheLayout::with_page_stride(dtype, [ROWS, 2, 3, 4], 3 * PAYLOAD).unwrap();
+    LayerRecord {
+        name: name.to_owned(),
+        binding: BindingId(binding),
+        region: CACHE,
+        placement: layout.place(offset, REGION_BYTES).unwrap(),
+        max_selected: 16,
+        check_unique: true,
+    }
+}
+
+fn registration() -> RegistrationRecord {
+    RegistrationRecord {
+        layers: vec![
+            layer(1, "a", 0, DataType::Float32),
+            layer(2, "b", PAYLOAD * 4, DataType::Float32),
+        ],
+        sets: vec![SetRecord {
+            name: "both".to_owned(),
+            binding: BindingId(3),
+            layers: vec![BindingId(1), BindingId(2)],
+        }],
+    }
+}
+
+#[test]
+fn a_gather_moves_the_rows_of_its_layer() {
+    let mut rig = Rig::registered();
+    rig.fill_cache();
+    let indices = [4, -1, 0, 4, 5];
+    let moved = rig.run(&rig.gather(2, &indices), &indices).unwrap();
+    assert_eq!(moved, Moved { rows_copied: 3, rows_masked: 2 });
+    for (slot, index) in indices.into_iter().enumerate() {
+        for at in 0..PAYLOAD {
+            let got = rig.word(&rig.packed, slot as u64 * PAYLOAD + at);
+            let expected = match u64::try_from(index) {
+                Ok(row) if row < ROWS => rig.word(&rig.cache, row * 3 * PAYLOAD + PAYLOAD + at),
+                _ => 0,
+            };
+            assert_eq!(got, expected, "slot {slot}, element {at}");
+        }
+    }
+}
+
+#[test]
+fn a_set_moves_all_its_layers_in_bounded_launches() {
+    let mut rig = Rig::registered();
+    rig.fill_cache();
+    let indices = [1, 2, 3];
+    let moved = rig.run(&rig.gather(3, &indices), &indices).unwrap();
+    assert_eq!(moved.rows_copied, 6);
+    let second_layer = rig.word(&rig.packed, 3 * PAYLOAD);
+    assert_eq!(second_layer, rig.word(&rig.cache, 3 * PAYLOAD + PAYLOAD));
+    let variant = statecopy_kernels::plan::Variant::Fused(Direction::Gather, IndexWidth::Int32);
+    // 96 bytes a row and 256 a launch: two rows a launch.
+    assert_eq!(rig.counters.get(Counter::Launches(variant)), 3);
+}
+
+#[test]
+fn a_registration_shares_one_table_between_equal_layers_and_reuses_it_later() {
+    let mut rig = Rig::new();
+    let mut equal = registration();
+    // Alignment classes differ between the two layers unless the distance is a multiple of 16.
+    assert!((PAYLOAD * 4).is_multiple_of(16));
+    rig.register(equal.clone()).unwrap();
+    let compiled = rig.guard.entries(Door::Compiler);
+    assert_eq!(compiled, 1, "two layers of one signature");
+    equal.layers.push(layer(4, "c", 2 * PAYLOAD * 4, DataType::Float16));
+    let published = rig.register(equal).unwrap();
+    assert_eq!(rig.guard.entries(Door::Compiler), compiled + 1, "only the new one");
+    let kinds: Vec<PlanKind> = published.iter().map(|it| it.plan).collect();
+    assert_eq!(kinds, [PlanKind::Fused, PlanKind::Fused, PlanKind::Fused, PlanKind::ByteCopy]);
+    let plans = rig.preparer.inspect();
+    let mut shown: Vec<_> =
+        plans.iter().map(|it| (it.plan, it.bindings, it.variants.len())).collect();
+    shown.sort_unstable();
+    assert_eq!(shown, [(PlanKind::Fused, 2, 4), (PlanKind::ByteCopy, 1, 1)]);
+}
+
+#[test]
+fn every_check_of_a_request_has_its_code() {
+    let mut rig = Rig::registered();
+    let ok = rig.gather(1, &[0, 1]);
+    let shared = |region, offset| IndexSource::Shared { region: RegionId(region), offset };
+    let table: Vec<(RefusalCode, CopyRequest)> = vec![
+        (RefusalCode::SessionUnknown, CopyRequest { session: SessionId(9), ..ok }),
+        (RefusalCode::StalePlan, CopyRequest { binding: BindingId(9), ..ok }),
+        (RefusalCode::SignatureMismatch, CopyRequest { signature: SignatureHash(1), ..ok }),
+        (RefusalCode::SelectedTooLarge, CopyRequest { selected: 17, ..ok }),
+        (RefusalCode::PackedMismatch, with_packed(ok, |it| it.bytes -= PAYLOAD * 4)),
+        (RefusalCode::PackedMismatch, with_packed(ok, |it| it.dtype = 3)),
+        (RefusalCode::PackedMismatch, with_packed(ok, |it| it.offset = 8)),
+        (RefusalCode::RegionUnknown, with_packed(ok, |it| it.region = RegionId(9))),
+        (RefusalCode::OutOfRegion, with_packed(ok, |it| it.offset = REGION_BYTES)),
+        (RefusalCode::OutOfRegion, with_packed(ok, |it| it.offset = u64::MAX - 15)),
+        (RefusalCode::Overlap, with_packed(ok, |it| it.region = CACHE)),
+        (RefusalCode::IndexType, with_indices(ok, shared(2, 4))),
+        (RefusalCode::RegionUnknown, with_indices(ok, shared(9, 0))),
+        (RefusalCode::OutOfRegion, with_indices(ok, shared(2, REGION_BYTES))),
+        (RefusalCode::Overlap, with_indices(ok, shared(2, 0))),
+        (RefusalCode::FlagsMismatch, with_flags(ok, 2, 1)),
+        (RefusalCode::RegionUnknown, with_flags(ok, 9, 0)),
+        (RefusalCode::OutOfRegion, with_flags(ok, 2, REGION_BYTES)),
+        (RefusalCode::Overlap, with_flags(ok, 2, 0)),
+        (RefusalCode::DeadlineExceeded, CopyRequest { deadline: MonotonicNs(1), ..ok }),
+    ];
+    rig.packed.fill(0, REGION_BYTES, 0xee).unwrap();
+    for (code, request) in table {
+        let indices = vec![0; usize::try_from(request.selected).unwrap()];
+        assert_eq!(rig.run(&request, &indices), Err(code), "{request:?}");
+    }
+    assert_eq!(rig.word(&rig.packed, 0), 0xeeee_eeee, "a refusal moved something");
+    assert_eq!(rig.run(&ok, &[0, 1]).unwrap().rows_copied, 2, "the next valid one is served");
+}
+
+fn with_packed(request: CopyRequest, change: impl FnOnce(&mut Packed)) -> CopyRequest {
+    let mut changed = request;
+    change(&mut changed.packed);
+    changed
+}
+
+fn with_indices(request: CopyRequest, source: IndexSource) -> CopyRequest {
+    CopyRequest { indices: Indices { source, ..request.indices }, ..request }
+}
+
+fn with_flags(request: CopyRequest, region: u64, offset: u64) -> CopyRequest {
+    CopyRequest { flags: FlagSource::Shared { region: RegionId(region), offset }, ..request }
+}
+
+#[test]
+fn packed_may_lie_in_a_gap_of_the_cache() {
+    let mut rig = Rig::registered();
+    // The third of the three payloads that a page holds belongs to nobody.
+    let gap = with_packed(rig.gather(1, &[0]), |packed| {
+        (packed.region, packed.offset) = (CACHE, 2 * PAYLOAD * 4);
+    });
+    assert!(rig.run(&gap, &[0]).is_ok());
+    let next_row = with_packed(gap, |packed| packed.offset += 16);
+    assert_eq!(rig.run(&next_row, &[0]), Err(RefusalCode::Overlap));
+}
+
+#[test]
+fn a_repeated_destination_is_refused_in_debug_mode_only_for_scatters() {
+    let mut rig = Rig::registered();
+    let gather = rig.gather(1, &[2, 2]);
+    assert!(rig.run(&gather, &[2, 2]).is_ok());
+    let scatter = CopyRequest { direction: Direction::Scatter, ..gather };
+    assert_eq!(rig.run(&scatter, &[2, 2]), Err(RefusalCode::RowInvalid));
+    assert!(rig.run(&scatter, &[-1, -1]).is_ok(), "invalid ones may repeat");
+}
+
+#[test]
+fn nothing_selected_moves_nothing_and_launches_nothing() {
+    let mut rig = Rig::registered();
+    assert_eq!(rig.run(&rig.gather(1, &[]), &[]), Ok(Moved::default()));
+    let launches = statecopy_kernels::plan::Variant::ALL
+        .into_iter()
+        .map(|variant| rig.counters.get(Counter::Launches(variant)))
+        .sum::<u64>();
+    assert_eq!(launches, 0);
+}
+
+#[test]
+fn withdrawn_layers_are_not_sealed_and_a_new_registration_makes_old_ids_stale() {
+    let mut rig = Rig::registered();
+    let old = rig.gather(1, &[0]);
+    rig.preparer.withdraw(WORKER).unwrap();
+    assert_eq!(rig.run(&old, &[0]), Err(RefusalCode::NotSealed));
+    let again =
+        RegistrationRecord { layers: vec![layer(7, "a", 0, DataType::Float32)], sets: vec![] };
+    rig.published = rig.register(again).unwrap();
+    assert_eq!(rig.run(&old, &[0]), Err(RefusalCode::StalePlan));
+    assert!(rig.run(&rig.gather(7, &[0]), &[0]).is_ok());
+}
+
+#[test]
+fn a_failed_registration_leaves_nothing_published() {
+    let mut rig = Rig::registered();
+    let mut bad = registration();
+    bad.layers[1].region = RegionId(99);
+    let refusal = rig.register(bad).unwrap_err();
+    assert_eq!((refusal.code(), refusal.subject()), (RefusalCode::RegionUnknown, "b"));
+    assert_eq!(rig.run(&rig.gather(1, &[0]), &[0]), Err(RefusalCode::NotSealed));
+}
+
+#[test]
+fn sleep_and_wake_need_no_new_prepare_and_other_signatures_are_refused() {
+    let mut rig = Rig::registered();
+    let compiled = rig.guard.entries(Door::Compiler);
+    rig.preparer.drop_region(WORKER, CACHE).unwrap();
+    for binding in [1, 3] {
+        let request = rig.gather(binding, &[0]);
+        assert_eq!(rig.run(&request, &[0]), Err(RefusalCode::RegionUnknown));
+    }
+    let (fd, mapping) = memory();
+    rig.preparer.import_region(WORKER, RegionId(5), REGION_BYTES, fd).unwrap();
+    let to = |it: &LayerRecord| RebindRecord {
+        binding: it.binding,
+        region: RegionId(5),
+        placement: it.placement.clone(),
+    };
+    let moves: Vec<_> = registration().layers.iter().map(to).collect();
+    let mut other = moves.clone();
+    other[0].placement = layer(1, "a", 4, DataType::Float32).placement;
+    let refusal = rig.preparer.rebind(WORKER, &other).unwrap_err();
+    assert_eq!(refusal.code(), RefusalCode::SignatureMismatch);
+    rig.preparer.rebind(WORKER, &moves[..1]).unwrap();
+    assert!(rig.run(&rig.gather(1, &[0]), &[0]).is_ok(), "one layer is awake");
+    assert_eq!(rig.run(&rig.gather(3, &[0]), &[0]), Err(RefusalCode::RegionUnknown));
+    rig.preparer.rebind(WORKER, &moves).unwrap();
+    mapping.fill(0, REGION_BYTES, 0x77).unwrap();
+    assert!(rig.run(&rig.gather(3, &[1]), &[1]).is_ok());
+    assert_eq!(rig.word(&rig.packed, 0), 0x7777_7777, "it reads the new memory");
+    assert_eq!(rig.guard.entries(Door::Compiler), compiled, "nothing was prepared again");
+}
+
+#[test]
+fn a_closed_session_is_unknown_and_its_memory_unmapped() {
+    let mut rig = Rig::registered();
+    let request = rig.gather(1, &[0]);
+    rig.preparer.close_session(WORKER).unwrap();
+    assert_eq!(rig.run(&request, &[0]), Err(RefusalCode::SessionUnknown));
+    assert!(rig.preparer.inspect().is_empty(), "the table went with its last user");
+}

@@ -1,0 +1,499 @@
+//! The small protocol between the supervisor and its device process: JSON records over a SOCK_SEQPACKET pair.
+//!
+//! It carries what is rare. Copies never come this way: they go through a ring. The supervisor sends one request at a time
+//! and gets one final reply with its id; [`Reply::Progress`] and chunks that are not the last may come before. A list that
+//! may outgrow one message travels in chunks.
+
+use std::time::Duration;
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use statecopy_descriptors::{ChannelError, MESSAGE_BYTES_MAX};
+use statecopy_kernels::device::DeviceDescription;
+use statecopy_kernels::layout::{AXES, CacheLayout, LayoutError, Placement};
+use statecopy_kernels::signature::DeviceUuid;
+use statecopy_proto::{
+    BindingId, DataType, PlanKind, Refusal, RefusalCode, RegionId, SessionId, SignatureHash,
+    UnknownCode, UnknownDataType,
+};
+
+use crate::config::DeviceSettings;
+use crate::record::{
+    LayerRecord, PlanInspection, PlanState, Progress, PublishedBinding, RebindRecord, SetRecord,
+    Stage,
+};
+
+/// One message from the supervisor.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Numbered<T> {
+    /// The request's number, which its replies repeat.
+    pub id: u64,
+    /// What is said.
+    pub body: T,
+}
+
+/// What the supervisor asks.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum Request {
+    /// The first message. Descriptors, in order: ring memory, executor's doorbell, supervisor's doorbell, counter memory,
+    /// and the runtime directory's lock, which is held as long as the device process lives.
+    Start(DeviceSettings),
+    /// Map a region. One descriptor.
+    ImportRegion {
+        /// Whose it is.
+        session: SessionId,
+        /// Its id.
+        region: RegionId,
+        /// Its size.
+        bytes: u64,
+    },
+    /// Unmap a region.
+    DropRegion {
+        /// Whose it is.
+        session: SessionId,
+        /// Its id.
+        region: RegionId,
+    },
+    /// A part of a registration; the one that is last starts it.
+    Register {
+        /// Whose it is.
+        session: SessionId,
+        /// Layers of this part.
+        layers: Vec<LayerMessage>,
+        /// Sets of this part.
+        sets: Vec<SetMessage>,
+        /// Whether the registration is complete.
+        last: bool,
+    },
+    /// A part of a rebind; the one that is last starts it.
+    Rebind {
+        /// Whose it is.
+        session: SessionId,
+        /// Layers of this part.
+        layers: Vec<RebindMessage>,
+        /// Whether the rebind is complete.
+        last: bool,
+    },
+    /// Withdraw what a session published.
+    ReleaseLayers {
+        /// Whose it is.
+        session: SessionId,
+    },
+    /// Forget a session.
+    CloseSession {
+        /// Which.
+        session: SessionId,
+    },
+    /// List the compiled tables.
+    Inspect,
+    /// Answer everything submitted, then end.
+    Shutdown,
+}
+
+/// What the device process answers.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum Reply {
+    /// It serves.
+    Ready(DescriptionMessage),
+    /// Done.
+    Done,
+    /// Not done, and nothing of it stays.
+    Refused(RefusalMessage),
+    /// A registration goes on.
+    Progress {
+        /// The stage, by its number on the wire.
+        stage: StageMessage,
+        /// Layers done.
+        layers_done: u32,
+        /// Layers of the registration.
+        layers_total: u32,
+    },
+    /// A part of what was published.
+    Published {
+        /// Bindings of this part.
+        bindings: Vec<PublishedMessage>,
+        /// Whether that was all.
+        last: bool,
+    },
+    /// A part of the compiled tables.
+    Inspected {
+        /// Tables of this part.
+        plans: Vec<PlanMessage>,
+        /// Whether that was all.
+        last: bool,
+    },
+}
+
+/// A message of the link was not what it should be: one of the two processes is broken.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LinkError {
+    /// The socket.
+    #[error(transparent)]
+    Channel(#[from] ChannelError),
+    /// Not a record of this protocol.
+    #[error("A message of the link does not parse")]
+    Syntax(#[from] serde_json::Error),
+    /// A layout that no supervisor would send.
+    #[error("A layout on the link is invalid")]
+    Layout(#[from] LayoutError),
+    /// An unknown data type.
+    #[error(transparent)]
+    DataType(#[from] UnknownDataType),
+    /// An unknown refusal.
+    #[error(transparent)]
+    Code(#[from] UnknownCode),
+    /// The other side does not read what it is sent.
+    #[error("The other process left a message unread for {0:?}")]
+    Unread(Duration),
+    /// The other side spoke out of turn.
+    #[error("The other process spoke out of turn: {0}")]
+    OutOfTurn(&'static str),
+}
+
+/// The bytes of a message.
+///
+/// # Errors
+/// When it cannot be written as JSON.
+pub fn encode<T: Serialize>(id: u64, body: T) -> Result<Vec<u8>, LinkError> {
+    Ok(serde_json::to_vec(&Numbered { id, body })?)
+}
+
+/// A message from its bytes.
+///
+/// # Errors
+/// When it is none.
+pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<Numbered<T>, LinkError> {
+    Ok(serde_json::from_slice(bytes)?)
+}
+
+/// Splits a list so that each part fits one message with room for its frame. There is always one part, if an empty one.
+///
+/// # Errors
+/// When an item cannot be written as JSON.
+pub fn chunks<T: Serialize>(items: Vec<T>) -> Result<Vec<Vec<T>>, LinkError> {
+    let room = MESSAGE_BYTES_MAX - MESSAGE_BYTES_MAX / 8;
+    let mut parts = vec![Vec::new()];
+    let mut used = 0;
+    for item in items {
+        let bytes = serde_json::to_vec(&item)?.len() + 1;
+        if used + bytes > room && used > 0 {
+            parts.push(Vec::new());
+            used = 0;
+        }
+        used += bytes;
+        if let Some(part) = parts.last_mut() {
+            part.push(item);
+        }
+    }
+    Ok(parts)
+}
+
+/// A layout and its place in a region, as plain numbers.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct PlacementMessage {
+    dtype: u32,
+    shape: [u64; AXES],
+    strides: [u64; AXES],
+    offset: u64,
+}
+
+impl From<&Placement> for PlacementMessage {
+    fn from(placement: &Placement) -> Self {
+        let layout = placement.layout();
+        Self {
+            dtype: layout.dtype().number(),
+            shape: *layout.shape(),
+            strides: *layout.strides(),
+            offset: placement.offset(),
+        }
+    }
+}
+
+impl PlacementMessage {
+    fn layout(&self) -> Result<CacheLayout, LinkError> {
+        Ok(CacheLayout::parse(DataType::try_from(self.dtype)?, &self.shape, &self.strides)?)
+    }
+
+    /// The placement. That it fits its region is checked when it is bound.
+    fn parse(&self) -> Result<Placement, LinkError> {
+        Ok(self.layout()?.place(self.offset, u64::MAX)?)
+    }
+}
+
+/// A [`LayerRecord`] on the link.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct LayerMessage {
+    name: String,
+    binding: BindingId,
+    region: RegionId,
+    placement: PlacementMessage,
+    max_selected: u64,
+    check_unique: bool,
+}
+
+impl From<&LayerRecord> for LayerMessage {
+    fn from(layer: &LayerRecord) -> Self {
+        Self {
+            name: layer.name.clone(),
+            binding: layer.binding,
+            region: layer.region,
+            placement: PlacementMessage::from(&layer.placement),
+            max_selected: layer.max_selected,
+            check_unique: layer.check_unique,
+        }
+    }
+}
+
+impl TryFrom<LayerMessage> for LayerRecord {
+    type Error = LinkError;
+
+    fn try_from(layer: LayerMessage) -> Result<Self, LinkError> {
+        Ok(Self {
+            placement: layer.placement.parse()?,
+            name: layer.name,
+            binding: layer.binding,
+            region: layer.region,
+            max_selected: layer.max_selected,
+            check_unique: layer.check_unique,
+        })
+    }
+}
+
+/// A [`SetRecord`] on the link.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct SetMessage {
+    name: String,
+    binding: BindingId,
+    layers: Vec<BindingId>,
+}
+
+impl From<&SetRecord> for SetMessage {
+    fn from(set: &SetRecord) -> Self {
+        Self { name: set.name.clone(), binding: set.binding, layers: set.layers.clone() }
+    }
+}
+
+impl From<SetMessage> for SetRecord {
+    fn from(set: SetMessage) -> Self {
+        Self { name: set.name, binding: set.binding, layers: set.layers }
+    }
+}
+
+/// A [`RebindRecord`] on the link.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct RebindMessage {
+    binding: BindingId,
+    region: RegionId,
+    placement: PlacementMessage,
+}
+
+impl From<&RebindRecord> for RebindMessage {
+    fn from(rebind: &RebindRecord) -> Self {
+        Self {
+            binding: rebind.binding,
+            region: rebind.region,
+            placement: PlacementMessage::from(&rebind.placement),
+        }
+    }
+}
+
+impl TryFrom<RebindMessage> for RebindRecord {
+    type Error = LinkError;
+
+    fn try_from(rebind: RebindMessage) -> Result<Self, LinkError> {
+        Ok(Self {
+            binding: rebind.binding,
+            region: rebind.region,
+            placement: rebind.placement.parse()?,
+        })
+    }
+}
+
+/// A plan kind on the link.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[serde(remote = "PlanKind")]
+enum PlanKindMessage {
+    Fused,
+    ByteCopy,
+}
+
+/// A [`PublishedBinding`] on the link.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct PublishedMessage {
+    binding: BindingId,
+    signature: SignatureHash,
+    #[serde(with = "PlanKindMessage")]
+    plan: PlanKind,
+}
+
+impl From<PublishedBinding> for PublishedMessage {
+    fn from(published: PublishedBinding) -> Self {
+        let PublishedBinding { binding, signature, plan } = published;
+        Self { binding, signature, plan }
+    }
+}
+
+impl From<PublishedMessage> for PublishedBinding {
+    fn from(published: PublishedMessage) -> Self {
+        let PublishedMessage { binding, signature, plan } = published;
+        Self { binding, signature, plan }
+    }
+}
+
+/// A [`Stage`] on the link.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub enum StageMessage {
+    /// See [`Stage::Preparing`].
+    Preparing,
+    /// See [`Stage::Sealing`].
+    Sealing,
+    /// See [`Stage::Publishing`].
+    Publishing,
+}
+
+impl From<Stage> for StageMessage {
+    fn from(stage: Stage) -> Self {
+        match stage {
+            Stage::Preparing => Self::Preparing,
+            Stage::Sealing => Self::Sealing,
+            Stage::Publishing => Self::Publishing,
+        }
+    }
+}
+
+impl From<StageMessage> for Stage {
+    fn from(stage: StageMessage) -> Self {
+        match stage {
+            StageMessage::Preparing => Self::Preparing,
+            StageMessage::Sealing => Self::Sealing,
+            StageMessage::Publishing => Self::Publishing,
+        }
+    }
+}
+
+impl From<Progress> for Reply {
+    fn from(progress: Progress) -> Self {
+        Self::Progress {
+            stage: progress.stage.into(),
+            layers_done: progress.layers_done,
+            layers_total: progress.layers_total,
+        }
+    }
+}
+
+/// A [`Refusal`] on the link.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct RefusalMessage {
+    code: u16,
+    sentence: String,
+    remedy: String,
+    subject: String,
+}
+
+impl From<&Refusal> for RefusalMessage {
+    fn from(refusal: &Refusal) -> Self {
+        Self {
+            code: refusal.code().number(),
+            sentence: refusal.sentence().to_owned(),
+            remedy: refusal.remedy().to_owned(),
+            subject: refusal.subject().to_owned(),
+        }
+    }
+}
+
+impl TryFrom<RefusalMessage> for Refusal {
+    type Error = LinkError;
+
+    fn try_from(refusal: RefusalMessage) -> Result<Self, LinkError> {
+        let code = RefusalCode::try_from(refusal.code)?;
+        Ok(Self::new(code, refusal.sentence).about(refusal.subject).remedied_by(refusal.remedy))
+    }
+}
+
+/// A [`DeviceDescription`] on the link.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct DescriptionMessage {
+    kind: String,
+    uuid: [u8; 16],
+    name: String,
+    family: Option<String>,
+    fused: Vec<u32>,
+}
+
+impl From<&DeviceDescription> for DescriptionMessage {
+    fn from(description: &DeviceDescription) -> Self {
+        Self {
+            kind: description.kind.to_owned(),
+            uuid: description.uuid.0,
+            name: description.name.clone(),
+            family: description.family.clone(),
+            fused: description.fused.iter().map(|dtype| dtype.number()).collect(),
+        }
+    }
+}
+
+impl TryFrom<DescriptionMessage> for DeviceDescription {
+    type Error = LinkError;
+
+    fn try_from(description: DescriptionMessage) -> Result<Self, LinkError> {
+        let fused: Result<Vec<_>, _> =
+            description.fused.into_iter().map(DataType::try_from).collect();
+        let kind = ["host", "cuda", "ascend"]
+            .into_iter()
+            .find(|kind| *kind == description.kind)
+            .ok_or(LinkError::OutOfTurn("a device of an unknown kind"))?;
+        Ok(Self {
+            kind,
+            uuid: DeviceUuid(description.uuid),
+            name: description.name,
+            family: description.family,
+            fused: fused?,
+        })
+    }
+}
+
+/// A [`PlanInspection`] on the link.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct PlanMessage {
+    signature: SignatureHash,
+    #[serde(with = "PlanKindMessage")]
+    plan: PlanKind,
+    layout: PlacementMessage,
+    base_mod_16: u8,
+    published: bool,
+    variants: Vec<(String, u64)>,
+    bindings: u32,
+}
+
+impl TryFrom<PlanInspection> for PlanMessage {
+    type Error = LinkError;
+
+    fn try_from(plan: PlanInspection) -> Result<Self, LinkError> {
+        Ok(Self {
+            signature: plan.signature,
+            plan: plan.plan,
+            layout: PlacementMessage::from(&plan.layout.place(0, u64::MAX)?),
+            base_mod_16: plan.base_mod_16,
+            published: plan.state == PlanState::Published,
+            variants: plan.variants,
+            bindings: plan.bindings,
+        })
+    }
+}
+
+impl TryFrom<PlanMessage> for PlanInspection {
+    type Error = LinkError;
+
+    fn try_from(plan: PlanMessage) -> Result<Self, LinkError> {
+        Ok(Self {
+            layout: plan.layout.layout()?,
+            signature: plan.signature,
+            plan: plan.plan,
+            base_mod_16: plan.base_mod_16,
+            state: if plan.published { PlanState::Published } else { PlanState::Sealed },
+            variants: plan.variants,
+            bindings: plan.bindings,
+        })
+    }
+}

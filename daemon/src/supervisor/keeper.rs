@@ -1,0 +1,348 @@
+//! Keeps a device process alive: starts it, asks it, and when it dies starts the next and tells it everything again.
+//!
+//! ```text
+//! starting ──ready──> serving ──death──> starting … ──tenth death in a minute──> failed
+//!                        └──shutdown──> ended
+//! ```
+//!
+//! * *ready*: every record has been told again, in order; only then do copies flow.
+//! * *death*: what was asked and not answered is asked again; copies as [`copies`] says.
+//! * *failed*: everything is answered UNAVAILABLE, and the daemon ends.
+//!
+//! One task owns all of it. Requests of the link go out one at a time.
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use statecopy_proto::{Incarnation, Refusal, RefusalCode, SessionId};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
+use tracing::{error, info, warn};
+
+use crate::config::{DeviceSettings, SelfProgram};
+use crate::counters::Counters;
+use crate::link::{LinkError, Reply, Request};
+
+use super::device::{Command, DeviceHandle, DeviceState};
+use calls::{Call, Outcome};
+use copies::Copies;
+use process::{DeviceProcess, Setup, Spawner, StartError};
+use records::Records;
+use restarts::{Decision, Restarts};
+
+mod calls;
+mod copies;
+mod process;
+mod records;
+mod restarts;
+
+/// Commands that wait between the services and the keeper.
+const COMMANDS_MAX: usize = 256;
+/// Copies that wait for a place in the ring.
+const COPIES_WAITING_MAX: usize = 4096;
+/// Other requests that wait for the device process.
+const CALLS_WAITING_MAX: usize = 1024;
+/// How long a device process may take to end by itself.
+const END_MAX: Duration = Duration::from_secs(3);
+
+/// Starts the device process and the task that keeps it.
+///
+/// # Errors
+/// Why it does not serve: PREPARE_FAILED, HOOK_PRESENT or what the device itself says.
+pub async fn start(
+    settings: DeviceSettings,
+    incarnation: Incarnation,
+    lock: Arc<OwnedFd>,
+    program: SelfProgram,
+) -> Result<(DeviceHandle, JoinHandle<()>), Refusal> {
+    let (memory, counters) = Counters::create()
+        .map_err(|error| Refusal::new(RefusalCode::PrepareFailed, error.to_string()))?;
+    let setup = Setup { settings, counters: memory, lock, incarnation };
+    let spawner = Spawner::new(program).map_err(|error| error.to_refusal())?;
+    let (process, description) =
+        DeviceProcess::start(&spawner, &setup).await.map_err(|error| error.to_refusal())?;
+    let (commands, inbox) = mpsc::channel(COMMANDS_MAX);
+    let state = DeviceState { pid: process.pid, ready: true, restarts: 0, failed: false };
+    let (published, watched) = watch::channel(state);
+    let keeper = Keeper {
+        spawner,
+        setup,
+        inbox,
+        state: published,
+        records: Records::default(),
+        calls: VecDeque::new(),
+        copies: Copies::new(COPIES_WAITING_MAX),
+        ending: None,
+    };
+    let handle = DeviceHandle::new(Arc::new(description), Arc::new(counters), watched, commands);
+    Ok((handle, tokio::spawn(keeper.run(process))))
+}
+
+struct Keeper {
+    spawner: Spawner,
+    setup: Setup,
+    inbox: mpsc::Receiver<Command>,
+    state: watch::Sender<DeviceState>,
+    records: Records,
+    /// The front one has been sent if its `sent` says so.
+    calls: VecDeque<Call>,
+    copies: Copies,
+    /// Set once the daemon wants the device process to end.
+    ending: Option<Ending>,
+}
+
+/// Who asked for the end: a caller that waits, or nobody, because every handle is gone.
+type Ending = Option<super::device::Answer<()>>;
+
+/// Why serving stopped.
+enum Stop {
+    /// The device process is dead, and reaped.
+    Died,
+    /// It ended because it was asked to.
+    Ended,
+}
+
+impl Keeper {
+    async fn run(mut self, mut process: DeviceProcess) {
+        let mut restarts = Restarts::default();
+        loop {
+            let stop = self.serve(&mut process).await;
+            self.state.send_modify(|state| (state.pid, state.ready) = (0, false));
+            self.copies.recover(&mut process.ring);
+            if matches!(stop, Stop::Ended) {
+                break;
+            }
+            match self.restart(&mut restarts).await {
+                Some(next) => process = next,
+                None => break,
+            }
+        }
+        self.finish();
+    }
+
+    fn finish(&mut self) {
+        self.copies.abandon();
+        for call in self.calls.drain(..) {
+            call.abandon();
+        }
+        if let Some(Some(answer)) = self.ending.take() {
+            drop(answer.send(Ok(())));
+        }
+    }
+
+    /// Serves until the device process is dead.
+    async fn serve(&mut self, process: &mut DeviceProcess) -> Stop {
+        loop {
+            self.copies.submit(&mut process.ring);
+            if let Err(error) = self.send_next(process).await {
+                warn!(%error, pid = process.pid, "The link to the device process failed");
+                return self.bury(process).await;
+            }
+            let deadline = self.copies.next_deadline();
+            tokio::select! {
+                command = self.inbox.recv(), if self.ending.is_none() => self.take(command),
+                received = process::receive(&process.link) => {
+                    if let Err(error) = received.and_then(|reply| self.hear(reply)) {
+                        if !self.shutdown_sent() {
+                            warn!(%error, pid = process.pid, "The device process is lost");
+                        }
+                        return self.bury(process).await;
+                    }
+                }
+                rung = process.answers.wait() => {
+                    let sound = self.copies.collect(&mut process.ring);
+                    if rung.is_err() || !sound {
+                        error!(pid = process.pid, "The ring of the device process is broken");
+                        return self.bury(process).await;
+                    }
+                }
+                () = sleep_until(deadline) => self.copies.expire(Instant::now()),
+                status = &mut process.exit => {
+                    self.log_exit(process.pid, status.ok());
+                    return self.stopped();
+                }
+            }
+        }
+    }
+
+    /// Makes sure that the process is dead: only then may its copies run elsewhere.
+    async fn bury(&mut self, process: &mut DeviceProcess) -> Stop {
+        let status = match tokio::time::timeout(END_MAX, &mut process.exit).await {
+            Ok(status) => status.ok(),
+            Err(_) => {
+                warn!(pid = process.pid, "The device process does not end, killing it");
+                process.kill();
+                (&mut process.exit).await.ok()
+            }
+        };
+        self.log_exit(process.pid, status);
+        self.stopped()
+    }
+
+    fn stopped(&self) -> Stop {
+        if self.ending.is_some() { Stop::Ended } else { Stop::Died }
+    }
+
+    fn log_exit(&self, pid: u32, status: Option<std::process::ExitStatus>) {
+        let status = status.map_or_else(|| "unknown".to_owned(), |status| status.to_string());
+        if self.ending.is_some() {
+            info!(pid, status, "The device process ended");
+        } else {
+            error!(pid, status, "The device process died");
+        }
+    }
+
+    fn shutdown_sent(&self) -> bool {
+        self.ending.is_some() && self.calls.iter().any(|call| call.sent && call.is_shutdown())
+    }
+
+    fn take(&mut self, command: Option<Command>) {
+        match command {
+            None => self.end(None),
+            Some(Command::Shutdown(answer)) => self.end(Some(answer)),
+            Some(Command::Copy(copy, answer)) => self.copies.push(copy, answer),
+            Some(command) => {
+                if let Some(call) = Call::new(command) {
+                    if self.calls.len() < CALLS_WAITING_MAX {
+                        self.calls.push_back(call);
+                    } else {
+                        call.overloaded();
+                    }
+                }
+            }
+        }
+    }
+
+    fn end(&mut self, answer: Ending) {
+        self.ending = Some(answer);
+        self.calls.push_back(Call::shutdown());
+    }
+
+    /// Sends the front call, if it has not been sent. The shutdown goes last, after every copy.
+    async fn send_next(&mut self, process: &mut DeviceProcess) -> Result<(), LinkError> {
+        let Some(call) = self.calls.front_mut() else { return Ok(()) };
+        if call.sent || (call.is_shutdown() && !self.copies.is_empty()) {
+            return Ok(());
+        }
+        let messages = call.messages()?;
+        call.sent = true;
+        call.id = process.next_id();
+        process.send(call.id, &messages).await
+    }
+
+    fn hear(&mut self, (id, reply): (u64, Reply)) -> Result<(), LinkError> {
+        let Some(call) = self.calls.front_mut().filter(|call| call.sent && call.id == id) else {
+            return Err(LinkError::OutOfTurn("an answer that nobody waits for"));
+        };
+        match call.hear(reply)? {
+            Outcome::More => {}
+            Outcome::Final => {
+                if let Some(call) = self.calls.pop_front() {
+                    call.finish(&mut self.records);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Starts the next device process, with growing pauses; `None` when there will be none.
+    async fn restart(&mut self, restarts: &mut Restarts) -> Option<DeviceProcess> {
+        if let Some(call) = self.calls.front_mut().filter(|call| call.sent) {
+            call.survived_death();
+            call.sent = false;
+        }
+        self.calls.retain(|call| !call.is_spent());
+        loop {
+            let Decision::StartAfter(pause) = restarts.died(Instant::now()) else {
+                error!("The device process died ten times in a minute, giving up");
+                self.state.send_modify(|state| state.failed = true);
+                return None;
+            };
+            match self.start_next(pause).await {
+                Some(Ok(process)) => {
+                    self.state.send_modify(|state| {
+                        *state = DeviceState {
+                            pid: process.pid,
+                            ready: true,
+                            restarts: state.restarts + 1,
+                            failed: false,
+                        };
+                    });
+                    info!(pid = process.pid, "The device process was started again");
+                    return Some(process);
+                }
+                Some(Err(error)) => {
+                    error!(error = %error.to_refusal(), "The device process did not start");
+                }
+                None => return None,
+            }
+        }
+    }
+
+    /// Starts a device process and tells it every record, while commands and deadlines are still heard. `None` when the
+    /// daemon ends meanwhile.
+    async fn start_next(&mut self, pause: Duration) -> Option<Result<DeviceProcess, StartError>> {
+        let requests = match self.records.replay() {
+            Ok(requests) => requests,
+            Err(error) => return Some(Err(error.into())),
+        };
+        let mut calls = Vec::new();
+        let started = self.start_and_replay(pause, requests, &mut calls).await;
+        for command in calls {
+            self.take(Some(command));
+        }
+        match started? {
+            Ok((process, refused)) => {
+                for (session, refusal) in refused {
+                    error!(%session, %refusal, "A session's layers did not come back");
+                    self.records.withdraw(session);
+                }
+                Some(Ok(process))
+            }
+            Err(error) => Some(Err(error)),
+        }
+    }
+
+    async fn start_and_replay(
+        &mut self,
+        pause: Duration,
+        requests: Vec<(SessionId, Vec<records::Message>)>,
+        calls: &mut Vec<Command>,
+    ) -> Option<Result<(DeviceProcess, Vec<(SessionId, Refusal)>), StartError>> {
+        let Self { spawner, setup, inbox, copies, ending, .. } = self;
+        let starting = async {
+            tokio::time::sleep(pause).await;
+            let (mut process, _) = DeviceProcess::start(spawner, setup).await?;
+            let refused = calls::replay(&mut process, requests).await?;
+            Ok::<_, StartError>((process, refused))
+        };
+        tokio::pin!(starting);
+        loop {
+            tokio::select! {
+                started = &mut starting => return Some(started),
+                command = inbox.recv(), if calls.len() < CALLS_WAITING_MAX => match command {
+                    Some(Command::Copy(copy, answer)) => copies.push(copy, answer),
+                    Some(Command::Shutdown(answer)) => { *ending = Some(Some(answer)); return None }
+                    Some(command) => calls.push(command),
+                    None => { *ending = Some(None); return None }
+                },
+                () = sleep_until(copies.next_deadline()) => copies.expire(Instant::now()),
+            }
+        }
+    }
+}
+
+/// Never, when there is no deadline.
+async fn sleep_until(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline.into()).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// The message that ends a device process.
+fn shutdown_message() -> records::Message {
+    (Request::Shutdown, None)
+}

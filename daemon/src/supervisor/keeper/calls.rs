@@ -1,0 +1,237 @@
+//! Requests of the link on their way: what was asked, what has been heard so far, and what follows from the answer.
+
+use statecopy_proto::{Refusal, RefusalCode, SessionId};
+
+use crate::link::{LinkError, Reply, Request};
+use crate::record::{PlanInspection, Progress, PublishedBinding};
+
+use super::super::device::{Answer, Command};
+use super::process::{self, DeviceProcess, StartError};
+use super::records::{self, Message, Records};
+
+/// Deaths of the device process under one call after which the call is the suspect.
+const DEATHS_MAX: u32 = 2;
+
+/// What a reply means for its call.
+pub(super) enum Outcome {
+    /// More is to come.
+    More,
+    /// That was all.
+    Final,
+}
+
+/// One request that waits for its answer.
+#[derive(Debug)]
+pub(super) struct Call {
+    /// Taken out once it is answered; the shutdown has none.
+    command: Option<Command>,
+    shutdown: bool,
+    pub(super) sent: bool,
+    pub(super) id: u64,
+    deaths: u32,
+    heard: Heard,
+}
+
+/// Parts of an answer.
+#[derive(Debug, Default)]
+struct Heard {
+    refused: Option<Refusal>,
+    published: Vec<PublishedBinding>,
+    plans: Vec<PlanInspection>,
+}
+
+impl Call {
+    /// A call for a command of the link; `None` for the others, which go elsewhere.
+    pub(super) fn new(command: Command) -> Option<Self> {
+        match command {
+            Command::Copy(..) | Command::Shutdown(_) => None,
+            command => Some(Self::of(Some(command), false)),
+        }
+    }
+
+    /// The call that ends the device process.
+    pub(super) fn shutdown() -> Self {
+        Self::of(None, true)
+    }
+
+    fn of(command: Option<Command>, shutdown: bool) -> Self {
+        Self { command, shutdown, sent: false, id: 0, deaths: 0, heard: Heard::default() }
+    }
+
+    pub(super) fn is_shutdown(&self) -> bool {
+        self.shutdown
+    }
+
+    /// The messages that ask it.
+    pub(super) fn messages(&self) -> Result<Vec<Message>, LinkError> {
+        let plain = |request| Ok(vec![(request, None)]);
+        match &self.command {
+            None | Some(Command::Copy(..) | Command::Shutdown(_)) => {
+                Ok(vec![super::shutdown_message()])
+            }
+            Some(Command::ImportRegion(session, region, _)) => {
+                Ok(vec![records::import(*session, region)])
+            }
+            Some(Command::DropRegion(session, region, _)) => {
+                plain(Request::DropRegion { session: *session, region: *region })
+            }
+            Some(Command::Register(session, registration, ..)) => {
+                records::register(*session, registration)
+            }
+            Some(Command::Rebind(session, moves, _)) => records::rebind(*session, moves),
+            Some(Command::ReleaseLayers(session, _)) => {
+                plain(Request::ReleaseLayers { session: *session })
+            }
+            Some(Command::CloseSession(session, _)) => {
+                plain(Request::CloseSession { session: *session })
+            }
+            Some(Command::Inspect(_)) => plain(Request::Inspect),
+        }
+    }
+
+    /// Takes a reply in.
+    pub(super) fn hear(&mut self, reply: Reply) -> Result<Outcome, LinkError> {
+        match reply {
+            Reply::Done => Ok(Outcome::Final),
+            Reply::Refused(refusal) => {
+                self.heard.refused = Some(refusal.try_into()?);
+                Ok(Outcome::Final)
+            }
+            Reply::Progress { stage, layers_done, layers_total } => {
+                if let Some(Command::Register(_, _, progress, _)) = &self.command {
+                    // A client that does not read its progress misses some of it.
+                    let stage = stage.into();
+                    progress.try_send(Progress { stage, layers_done, layers_total }).ok();
+                }
+                Ok(Outcome::More)
+            }
+            Reply::Published { bindings, last } => {
+                self.heard.published.extend(bindings.into_iter().map(PublishedBinding::from));
+                Ok(if last { Outcome::Final } else { Outcome::More })
+            }
+            Reply::Inspected { plans, last } => {
+                let plans: Result<Vec<_>, _> = plans.into_iter().map(TryInto::try_into).collect();
+                self.heard.plans.extend(plans?);
+                Ok(if last { Outcome::Final } else { Outcome::More })
+            }
+            Reply::Ready(_) => Err(LinkError::OutOfTurn("it was ready before")),
+        }
+    }
+
+    /// Writes down what the answer changed, and passes it on.
+    pub(super) fn finish(self, records: &mut Records) {
+        let Self { command, heard, .. } = self;
+        let Heard { refused, published, plans } = heard;
+        let done = refused.map_or(Ok(()), Err);
+        let accepted = done.is_ok();
+        match command {
+            None | Some(Command::Copy(..) | Command::Shutdown(_)) => {}
+            Some(Command::ImportRegion(session, region, answer)) => {
+                if accepted {
+                    records.add_region(session, region);
+                }
+                drop(answer.send(done));
+            }
+            Some(Command::DropRegion(session, region, answer)) => {
+                records.drop_region(session, region);
+                drop(answer.send(done));
+            }
+            Some(Command::Register(session, registration, _, answer)) => {
+                if accepted {
+                    records.publish(session, registration);
+                } else {
+                    records.withdraw(session);
+                }
+                drop(answer.send(done.map(|()| published)));
+            }
+            Some(Command::Rebind(session, moves, answer)) => {
+                if accepted {
+                    records.rebind(session, &moves);
+                }
+                drop(answer.send(done));
+            }
+            Some(Command::ReleaseLayers(session, answer)) => {
+                records.withdraw(session);
+                drop(answer.send(done));
+            }
+            Some(Command::CloseSession(session, answer)) => {
+                records.close(session);
+                drop(answer.send(done));
+            }
+            Some(Command::Inspect(answer)) => drop(answer.send(done.map(|()| plans))),
+        }
+    }
+
+    /// The device process died under it: it is asked again, unless it is the second time.
+    pub(super) fn survived_death(&mut self) {
+        self.heard = Heard::default();
+        self.deaths += 1;
+        if self.deaths >= DEATHS_MAX {
+            let sentence = "The device process died twice while it was doing this";
+            self.refuse(&Refusal::new(RefusalCode::PrepareFailed, sentence));
+        }
+    }
+
+    /// Whether it has been answered by [`Call::survived_death`].
+    pub(super) fn is_spent(&self) -> bool {
+        self.command.is_none() && !self.shutdown
+    }
+
+    /// There will be no device process any more.
+    pub(super) fn abandon(mut self) {
+        let sentence = "The device process is gone and is not started again";
+        self.refuse(&Refusal::new(RefusalCode::Unavailable, sentence));
+    }
+
+    /// Too many calls wait.
+    pub(super) fn overloaded(mut self) {
+        let sentence = "Too many requests wait for the device process";
+        self.refuse(&Refusal::new(RefusalCode::Overloaded, sentence));
+    }
+
+    fn refuse(&mut self, refusal: &Refusal) {
+        fn send<T>(answer: Answer<T>, refusal: &Refusal) {
+            drop(answer.send(Err(refusal.clone())));
+        }
+        match self.command.take() {
+            None => {}
+            Some(Command::Copy(_, answer)) => send(answer, refusal),
+            Some(Command::Register(_, _, _, answer)) => send(answer, refusal),
+            Some(Command::Inspect(answer)) => send(answer, refusal),
+            Some(
+                Command::ImportRegion(_, _, answer)
+                | Command::DropRegion(_, _, answer)
+                | Command::Rebind(_, _, answer)
+                | Command::ReleaseLayers(_, answer)
+                | Command::CloseSession(_, answer)
+                | Command::Shutdown(answer),
+            ) => send(answer, refusal),
+        }
+    }
+}
+
+/// Tells a new device process everything again. A session whose layers are refused is named; its regions stay.
+pub(super) async fn replay(
+    process: &mut DeviceProcess,
+    requests: Vec<(SessionId, Vec<Message>)>,
+) -> Result<Vec<(SessionId, Refusal)>, StartError> {
+    let mut refused = Vec::new();
+    for (session, messages) in requests {
+        let id = process.next_id();
+        process.send(id, &messages).await?;
+        let mut call = Call::shutdown();
+        loop {
+            let (answered, reply) = process::receive(&process.link).await?;
+            if answered != id {
+                return Err(LinkError::OutOfTurn("an answer that nobody waits for").into());
+            }
+            if matches!(call.hear(reply)?, Outcome::Final) {
+                break;
+            }
+        }
+        if let Some(refusal) = call.heard.refused {
+            refused.push((session, refusal));
+        }
+    }
+    Ok(refused)
+}

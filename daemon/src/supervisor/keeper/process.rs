@@ -1,0 +1,261 @@
+//! Starting one device process, and knowing when it is dead.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::{Arc, mpsc};
+use std::thread;
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+use statecopy_descriptors::{
+    AsyncConnection, AsyncDoorbell, Connection, Doorbell, MESSAGE_BYTES_MAX, SealedMemory,
+};
+use statecopy_kernels::device::DeviceDescription;
+use statecopy_proto::{Incarnation, Refusal, RefusalCode, SessionId};
+use statecopy_session::{
+    Identity, LayoutError, Parameters, SessionMemory, SessionMemoryError, Submitter,
+};
+use tokio::sync::oneshot;
+
+use crate::config::{DeviceSettings, SelfProgram};
+use crate::link::{self, LinkError, Reply, Request};
+
+/// How long a device process may take until it serves.
+const START_MAX: Duration = Duration::from_secs(60);
+/// How long it may leave a message of the link unread.
+const SEND_MAX: Duration = Duration::from_secs(20);
+
+/// Why there is no device process.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub(super) enum StartError {
+    /// The program could not be run.
+    #[error("The device process could not be started")]
+    Spawn(#[source] io::Error),
+    /// The thread that starts it is gone.
+    #[error("The thread that starts device processes is gone")]
+    Keeper,
+    /// No memory for the ring.
+    #[error(transparent)]
+    Memory(#[from] SessionMemoryError),
+    /// The ring cannot be laid out.
+    #[error(transparent)]
+    Layout(#[from] LayoutError),
+    /// The link failed.
+    #[error(transparent)]
+    Link(#[from] LinkError),
+    /// A descriptor could not be had.
+    #[error("No descriptor is left")]
+    Descriptor(#[source] io::Error),
+    /// It did not serve in time.
+    #[error("The device process did not serve within {START_MAX:?}")]
+    TimedOut,
+    /// It refused to serve.
+    #[error("{0}")]
+    Refused(Refusal),
+}
+
+impl StartError {
+    /// The refusal that a start-up ends with.
+    pub(super) fn to_refusal(&self) -> Refusal {
+        match self {
+            Self::Refused(refusal) => refusal.clone(),
+            other => Refusal::new(RefusalCode::PrepareFailed, describe(other)),
+        }
+    }
+}
+
+fn describe(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text = format!("{text}: {cause}");
+        source = cause.source();
+    }
+    text
+}
+
+/// A started child: its pid, and the way by which its end is told.
+struct Child {
+    pid: u32,
+    exit: oneshot::Receiver<ExitStatus>,
+}
+
+struct SpawnRequest {
+    link: OwnedFd,
+    started: oneshot::Sender<io::Result<Child>>,
+}
+
+/// The thread that starts and reaps device processes.
+///
+/// PR_SET_PDEATHSIG fires when the thread that forked ends, so this one lives as long as the supervisor.
+#[derive(Debug)]
+pub(super) struct Spawner {
+    requests: mpsc::Sender<SpawnRequest>,
+}
+
+impl Spawner {
+    pub(super) fn new(program: SelfProgram) -> Result<Self, StartError> {
+        let (requests, inbox) = mpsc::channel::<SpawnRequest>();
+        thread::Builder::new()
+            .name("device-keeper".to_owned())
+            .spawn(move || {
+                for request in inbox {
+                    spawn_and_reap(&program, request);
+                }
+            })
+            .map_err(StartError::Spawn)?;
+        Ok(Self { requests })
+    }
+
+    async fn spawn(&self, link: OwnedFd) -> Result<Child, StartError> {
+        let (started, answer) = oneshot::channel();
+        let request = SpawnRequest { link, started };
+        self.requests.send(request).map_err(|_| StartError::Keeper)?;
+        answer.await.map_err(|_| StartError::Keeper)?.map_err(StartError::Spawn)
+    }
+}
+
+fn spawn_and_reap(program: &SelfProgram, request: SpawnRequest) {
+    let spawned = Command::new("/proc/self/exe")
+        .args(&program.arguments)
+        .stdin(Stdio::from(request.link))
+        .spawn();
+    let mut child = match spawned {
+        Ok(child) => child,
+        Err(error) => {
+            drop(request.started.send(Err(error)));
+            return;
+        }
+    };
+    let (exited, exit) = oneshot::channel();
+    drop(request.started.send(Ok(Child { pid: child.id(), exit })));
+    if let Ok(status) = child.wait() {
+        exited.send(status).ok();
+    }
+}
+
+/// What every device process of one keeper is started with.
+#[derive(Debug)]
+pub(super) struct Setup {
+    pub(super) settings: DeviceSettings,
+    pub(super) counters: SealedMemory,
+    /// The runtime directory's lock: held until supervisor and device process are both gone.
+    pub(super) lock: Arc<OwnedFd>,
+    pub(super) incarnation: Incarnation,
+}
+
+/// One living device process.
+#[derive(Debug)]
+pub(super) struct DeviceProcess {
+    pub(super) pid: u32,
+    pub(super) ring: Submitter,
+    /// Rung by the executor when it answers.
+    pub(super) answers: AsyncDoorbell,
+    pub(super) exit: oneshot::Receiver<ExitStatus>,
+    pub(super) link: AsyncConnection,
+    next_id: u64,
+}
+
+impl DeviceProcess {
+    /// Starts a device process and waits until it serves.
+    pub(super) async fn start(
+        spawner: &Spawner,
+        setup: &Setup,
+    ) -> Result<(Self, DeviceDescription), StartError> {
+        tokio::time::timeout(START_MAX, Self::start_unbounded(spawner, setup))
+            .await
+            .map_err(|_| StartError::TimedOut)?
+    }
+
+    async fn start_unbounded(
+        spawner: &Spawner,
+        setup: &Setup,
+    ) -> Result<(Self, DeviceDescription), StartError> {
+        let rows = u32::try_from(setup.settings.selected_max).unwrap_or(u32::MAX);
+        let parameters = Parameters::for_rows(setup.settings.slots, rows)?;
+        let identity = Identity { incarnation: setup.incarnation, session: SessionId(0) };
+        let (memory, session_memory) = SessionMemory::create(parameters, identity)?;
+        let executor_bell = Doorbell::create().map_err(StartError::Descriptor)?;
+        let answer_bell = Doorbell::create().map_err(StartError::Descriptor)?;
+        let ring_bell = executor_bell.try_clone().map_err(StartError::Descriptor)?;
+        let ring = session_memory.submitter(ring_bell);
+        // The supervisor always sleeps on its doorbell: every answer rings.
+        ring.prepare_sleep();
+        let (ours, theirs) = Connection::pair().map_err(LinkError::from)?;
+        let child = spawner.spawn(theirs.into_fd()).await?;
+        let mut process = Self {
+            pid: child.pid,
+            ring,
+            answers: AsyncDoorbell::new(answer_bell).map_err(StartError::Descriptor)?,
+            exit: child.exit,
+            link: AsyncConnection::new(ours).map_err(LinkError::from)?,
+            next_id: 0,
+        };
+        let id = process.next_id();
+        let descriptors = [
+            memory.as_fd(),
+            executor_bell.as_fd(),
+            process.answers.doorbell().as_fd(),
+            setup.counters.as_fd(),
+            setup.lock.as_fd(),
+        ];
+        let request = Request::Start(setup.settings.clone());
+        send(&process.link, id, &request, &descriptors).await?;
+        match receive(&process.link).await? {
+            (_, Reply::Ready(description)) => Ok((process, description.try_into()?)),
+            (_, Reply::Refused(refusal)) => Err(StartError::Refused(refusal.try_into()?)),
+            _ => Err(LinkError::OutOfTurn("an answer before it was ready").into()),
+        }
+    }
+
+    /// A number for the next request.
+    pub(super) fn next_id(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id
+    }
+
+    /// Sends one request, in as many messages as it needs.
+    pub(super) async fn send(
+        &self,
+        id: u64,
+        requests: &[(Request, Option<Arc<OwnedFd>>)],
+    ) -> Result<(), LinkError> {
+        for (request, descriptor) in requests {
+            let descriptors: Vec<_> = descriptor.iter().map(|fd| fd.as_fd()).collect();
+            send(&self.link, id, request, &descriptors).await?;
+        }
+        Ok(())
+    }
+
+    /// Ends it by force. The exit is told as any other.
+    pub(super) fn kill(&self) {
+        let pid = i32::try_from(self.pid).ok().and_then(Pid::from_raw);
+        if let Some(pid) = pid {
+            // It is our child and not reaped before `exit` is told, so the pid is still its own.
+            kill_process(pid, Signal::KILL).ok();
+        }
+    }
+}
+
+async fn send(
+    connection: &AsyncConnection,
+    id: u64,
+    request: &Request,
+    descriptors: &[BorrowedFd<'_>],
+) -> Result<(), LinkError> {
+    let bytes = link::encode(id, request)?;
+    tokio::time::timeout(SEND_MAX, connection.send(&bytes, descriptors))
+        .await
+        .map_err(|_| LinkError::Unread(SEND_MAX))??;
+    Ok(())
+}
+
+/// The next reply and the number of its request. Dropping the wait loses nothing.
+pub(super) async fn receive(connection: &AsyncConnection) -> Result<(u64, Reply), LinkError> {
+    let mut bytes = vec![0; MESSAGE_BYTES_MAX];
+    let received = connection.receive(&mut bytes, 0).await?;
+    let message = link::decode::<Reply>(&bytes[..received.bytes])?;
+    Ok((message.id, message.body))
+}
