@@ -40,11 +40,11 @@ id!(
     BindingId(u64)
 );
 id!(
-    /// One ordered sequence of a session's requests (CONTRACT.md, "Both").
+    /// One ordered sequence of a session's requests (contract: Both).
     Lane(u32)
 );
 
-/// The 64-bit hash of a layout signature (CONTRACT.md, "Layout signature").
+/// The 64-bit hash of a layout signature (contract: Layout signature).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct SignatureHash(pub u64);

@@ -1,4 +1,4 @@
-//! The closed list of refusals (CONTRACT.md, "Refusals"): one enum for gRPC, rings, Python and metric labels alike.
+//! The closed list of refusals (contract: Refusals): one enum for gRPC, rings, Python and metric labels alike.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use tonic::{Code, Status};
 
 use crate::v1;
 
-/// What a refusal leaves behind (CONTRACT.md, "Refusals").
+/// What a refusal leaves behind (contract: Refusals).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Leaves {
     /// No byte moved.
@@ -66,9 +66,9 @@ codes! {
     /// The worker believes in another layout than the sealed one.
     SignatureMismatch = 3, "SIGNATURE_MISMATCH", FailedPrecondition, 22, NothingMoved,
         "Register the layers again with the layout that the cache has now.";
-    /// The cache layout breaks a rule of CONTRACT.md, "Cache".
+    /// The cache layout breaks a rule of the contract (Cache).
     LayoutInvalid = 4, "LAYOUT_INVALID", InvalidArgument, 23, NothingMoved,
-        "Correct the value named here; CONTRACT.md, \"Cache\", lists the rules.";
+        "Correct the value named here; docs/contract.md, \"Cache\", lists the rules.";
     /// More rows than the binding's `max_selected`.
     SelectedTooLarge = 5, "SELECTED_TOO_LARGE", InvalidArgument, 24, NothingMoved,
         "Select fewer rows, or register the layers with a larger max_selected.";
