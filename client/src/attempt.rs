@@ -15,10 +15,9 @@ use statecopy_proto::v1;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
 use crate::call::{Call, Failure, Verdict};
-use crate::client::Shared;
 use crate::error::{Error, ProtocolError};
 use crate::link::{Bound, Link, read_published};
-use crate::lock::lock;
+use crate::records::Shared;
 use crate::registration::{Progress, Registration, Stage};
 
 /// A call connects anew at most this often, however long its deadline is.
@@ -26,19 +25,32 @@ const REPEATS_MAX: u32 = 8;
 const BACKOFF_FIRST: Duration = Duration::from_millis(5);
 const BACKOFF_MAX: Duration = Duration::from_millis(250);
 
+/// What a call does, as far as repeating it goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Effect {
+    /// It changes what the session owns, which is on record: a new session makes up for whatever became of it.
+    Session,
+    /// It moves bytes.
+    Copy {
+        /// It has to be sent by then.
+        start: Instant,
+        /// The caller says that doing it twice does no harm.
+        repeat_unknown: bool,
+    },
+}
+
 /// One call that may be repeated.
 #[derive(Debug)]
 pub(crate) struct Attempts<'a> {
     shared: &'a Shared,
     pub(crate) call: Call,
-    /// Whether doing it twice does no harm.
-    harmless: bool,
+    effect: Effect,
     repeats: u32,
 }
 
 impl<'a> Attempts<'a> {
-    pub(crate) fn new(shared: &'a Shared, call: Call, harmless: bool) -> Self {
-        Self { shared, call, harmless, repeats: 0 }
+    pub(crate) fn new(shared: &'a Shared, call: Call, effect: Effect) -> Self {
+        Self { shared, call, effect, repeats: 0 }
     }
 
     /// A live link, opened anew if there is none.
@@ -50,7 +62,11 @@ impl<'a> Attempts<'a> {
             let gone = std::io::Error::from(std::io::ErrorKind::NotConnected);
             return Err(self.error(Failure::NotSent(gone.into())));
         }
-        self.reconnect(self.call.deadline).await
+        let until = match self.effect {
+            Effect::Session => self.call.deadline,
+            Effect::Copy { start, .. } => start,
+        };
+        self.reconnect(until).await
     }
 
     /// The first link. A daemon that is not there is waited for until then.
@@ -60,10 +76,16 @@ impl<'a> Attempts<'a> {
 
     /// `Ok`: repeat it with the next link. `Err`: the caller hears of it.
     pub(crate) fn failed(&mut self, link: &Link, failure: Failure) -> Result<(), Error> {
-        let again = match failure.verdict() {
-            Verdict::Final => return Err(self.error(failure)),
-            Verdict::Repeat => true,
-            Verdict::RepeatIfHarmless => self.harmless,
+        let again = match (failure.verdict(), self.effect) {
+            (Verdict::Final, effect) => {
+                if effect == Effect::Session && failure.is_unknown() {
+                    // The daemon may have done it or not: the next session is made from the records.
+                    link.retire();
+                }
+                return Err(self.error(failure));
+            }
+            (Verdict::Repeat, _) | (Verdict::RepeatIfHarmless, Effect::Session) => true,
+            (Verdict::RepeatIfHarmless, Effect::Copy { repeat_unknown, .. }) => repeat_unknown,
         };
         link.retire();
         self.repeats += 1;
@@ -82,7 +104,7 @@ impl<'a> Attempts<'a> {
     async fn reconnect(&self, until: Instant) -> Result<Arc<Link>, Error> {
         // One at a time. The permit is no lock: nobody waits for it who could go on without a link. The client owns the
         // semaphore and never closes it, so a permit always comes, or the deadline.
-        let permit = timeout_at(self.call.deadline, self.shared.connecting.acquire()).await;
+        let permit = timeout_at(until, self.shared.connecting.acquire()).await;
         let _permit = permit.map_err(|_| self.error(Failure::Late))?;
         let mut backoff = BACKOFF_FIRST;
         loop {
@@ -114,14 +136,15 @@ fn unsent(failure: Failure) -> Failure {
 
 /// Opens a session and tells it everything that the client has on record.
 async fn open(shared: &Shared, call: &Call) -> Result<Arc<Link>, Failure> {
-    let number = shared.next_link_number();
+    let number = shared.next_link();
     let link = Arc::new(Link::open(number, &shared.address, &shared.options, call).await?);
     let (regions, registration) = shared.records();
     for region in regions {
         link.register_region(&region, call).await?;
     }
-    if let Some((number, registration)) = registration {
-        let bound = register_layers(&link, call, number, &registration, &mut |_| {}).await?;
+    if let Some(record) = registration {
+        let (number, registration) = (record.number, &record.registration);
+        let bound = register_layers(&link, call, number, registration, &mut |_| {}).await?;
         link.bind(bound);
     }
     Ok(link)
@@ -137,7 +160,7 @@ pub(crate) async fn register_layers(
 ) -> Result<Bound, Failure> {
     use v1::register_layers_event::Event;
 
-    let request = call.request(link.registration_message(registration)?)?;
+    let request = call.request(link.registration_message(registration))?;
     let mut events = call.answer(link.registry().register_layers(request)).await?;
     loop {
         let next = timeout_at(call.deadline, events.message()).await;
@@ -170,27 +193,4 @@ fn read_progress(progress: &v1::RegistrationProgress) -> Option<Progress> {
     };
     let (layers_done, layers_total) = (progress.layers_done, progress.layers_total);
     Some(Progress { stage, layers_done, layers_total })
-}
-
-impl Shared {
-    /// The current link, unless its life is known to be over.
-    fn live_link(&self) -> Result<Option<Arc<Link>>, Error> {
-        let link = {
-            let state = lock(&self.state);
-            if state.closed {
-                return Err(Error::Closed);
-            }
-            state.link.clone()
-        };
-        Ok(link.filter(|link| link.is_alive()))
-    }
-
-    fn adopt(&self, link: Arc<Link>) -> Result<Arc<Link>, Error> {
-        let mut state = lock(&self.state);
-        if state.closed {
-            return Err(Error::Closed);
-        }
-        state.link = Some(Arc::clone(&link));
-        Ok(link)
-    }
 }

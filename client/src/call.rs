@@ -104,6 +104,14 @@ impl Failure {
         }
     }
 
+    /// Whether the daemon may or may not have done what it was asked.
+    pub(crate) fn is_unknown(&self) -> bool {
+        match self {
+            Self::Lost(_) | Self::Unanswered | Self::Status(_) | Self::Protocol(_) => true,
+            Self::Refused(_) | Self::NotSent(_) | Self::Late | Self::Local(_) => false,
+        }
+    }
+
     /// Whether a daemon that is starting or ending may be behind it, so that waiting helps.
     pub(crate) fn is_passing(&self) -> bool {
         match self {

@@ -1,76 +1,32 @@
 //! The asynchronous client.
 
-use std::borrow::Cow;
-use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
-use statecopy_kernels::device::Moved;
-use statecopy_proto::{Direction, v1};
-use tokio::sync::Semaphore;
+use statecopy_proto::v1;
 
 use crate::address::Address;
 use crate::admin::Admin;
-use crate::attempt::{Attempts, register_layers};
-use crate::call::{Call, Failure};
+use crate::attempt::{Attempts, Effect, register_layers};
+use crate::call::{Call, Failure, Verdict};
 use crate::error::{ArgumentError, Error};
 use crate::events::Events;
 use crate::link::{Binding, Bound, Link, Session};
-use crate::lock::lock;
 use crate::memory::Memory;
 use crate::options::ConnectOptions;
 use crate::plan::{Plan, PlanRecord};
 use crate::populate::{payload_pages, populate, whole};
-use crate::region::{Region, RegionKey, RegionRecord, Source, Use};
+use crate::records::{RegistrationRecord, Shared};
+use crate::region::{Region, RegionRecord, Source, Use};
 use crate::registration::{Bindings, Layer, Progress, Rebind, Registration};
-use crate::request::{Flags, Indices, PlannedCopy, Request};
-use crate::transport::{ResolvedCopy, ResolvedFlags, ResolvedIndices};
 
 /// A worker's client. Clones share one session; it ends with [`Client::close`] or with the last of them and of their
 /// plans and events.
 #[derive(Clone)]
 pub struct Client {
     pub(crate) shared: Arc<Shared>,
-}
-
-/// What all clones share.
-#[derive(Debug)]
-pub(crate) struct Shared {
-    pub(crate) address: Address,
-    pub(crate) options: ConnectOptions,
-    /// Whoever holds its one permit opens the next link.
-    pub(crate) connecting: Semaphore,
-    pub(crate) state: Mutex<State>,
-}
-
-/// The plain records from which a session is made anew, and the session of now.
-#[derive(Debug, Default)]
-pub(crate) struct State {
-    pub(crate) link: Option<Arc<Link>>,
-    pub(crate) closed: bool,
-    regions: BTreeMap<RegionKey, Arc<RegionRecord>>,
-    registration: Option<(u64, Arc<Registration>)>,
-    last_region: u64,
-    last_registration: u64,
-    last_link: u64,
-}
-
-impl Shared {
-    pub(crate) fn next_link_number(&self) -> u64 {
-        let mut state = lock(&self.state);
-        state.last_link += 1;
-        state.last_link
-    }
-
-    /// The records: regions, and the registration with its number.
-    #[expect(clippy::type_complexity, reason = "two records, named by the caller")]
-    pub(crate) fn records(&self) -> (Vec<Arc<RegionRecord>>, Option<(u64, Arc<Registration>)>) {
-        let state = lock(&self.state);
-        (state.regions.values().cloned().collect(), state.registration.clone())
-    }
 }
 
 impl Client {
@@ -82,16 +38,15 @@ impl Client {
     pub async fn connect(address: Address, options: ConnectOptions) -> Result<Self, Error> {
         let call = Call::new("connect", options.wait_for.saturating_add(options.call_timeout));
         let until = call.within(options.wait_for).deadline;
-        let shared =
-            Shared { address, options, connecting: Semaphore::new(1), state: Mutex::default() };
-        Attempts::new(&shared, call, true).connect(until).await?;
+        let shared = Shared::new(address, options);
+        Attempts::new(&shared, call, Effect::Session).connect(until).await?;
         Ok(Self { shared: Arc::new(shared) })
     }
 
     /// What was agreed on when the session was opened; `None` while there is none.
     #[must_use]
     pub fn session(&self) -> Option<Session> {
-        lock(&self.shared.state).link.as_ref().map(|link| link.session.clone())
+        self.shared.link().map(|link| link.session.clone())
     }
 
     /// The daemon's address.
@@ -131,25 +86,25 @@ impl Client {
     }
 
     async fn add_region(&self, bytes: u64, source: Source, purpose: Use) -> Result<Region, Error> {
-        let key = {
-            let mut state = lock(&self.shared.state);
-            state.last_region += 1;
-            RegionKey(state.last_region)
-        };
+        let key = self.shared.next_region();
         let region = Region { record: Arc::new(RegionRecord { key, bytes, source }) };
         if purpose == Use::Packed && self.shared.options.populate {
             self.populate(&region, 0..bytes).await?;
         }
-        let mut attempts = self.attempts("register region", true);
+        let mut attempts = self.attempts("register region");
         loop {
             let link = attempts.link().await?;
             match link.register_region(&region.record, &attempts.call).await {
-                Ok(()) => break,
+                Ok(()) => {
+                    let record = Arc::clone(&region.record);
+                    self.shared.record(&link, |state| {
+                        state.regions.insert(key, record);
+                    });
+                    return Ok(region);
+                }
                 Err(failure) => attempts.failed(&link, failure)?,
             }
         }
-        lock(&self.shared.state).regions.insert(key, Arc::clone(&region.record));
-        Ok(region)
     }
 
     /// Populates a range of a region, in bytes from its start: the pages are charged to this process's memory group.
@@ -180,16 +135,12 @@ impl Client {
     ) -> Result<Bindings, Error> {
         if self.shared.options.populate {
             for layer in &registration.layers {
-                self.populate_layer(layer, &layer.region, layer.offset_bytes).await?;
+                self.populate_layer(layer).await?;
             }
         }
-        let number = {
-            let mut state = lock(&self.shared.state);
-            state.last_registration += 1;
-            state.last_registration
-        };
+        let number = self.shared.next_registration();
         let call = Call::new("register layers", self.shared.options.register_timeout);
-        let mut attempts = Attempts::new(&self.shared, call, true);
+        let mut attempts = Attempts::new(&self.shared, call, Effect::Session);
         loop {
             let link = attempts.link().await?;
             let done =
@@ -232,20 +183,21 @@ impl Client {
         });
         let bindings = Bindings::new(layers.collect(), sets.collect());
         link.bind(bound);
-        lock(&self.shared.state).registration = Some((number, Arc::new(registration.clone())));
+        let record = RegistrationRecord { number, registration: Arc::new(registration.clone()) };
+        self.shared.record(link, |state| state.registration = Some(record));
         bindings
     }
 
     /// A refused registration withdraws the earlier one, here as there.
     fn withdraw_if_refused(&self, link: &Link, failure: &Failure) {
-        let refused = matches!(failure, Failure::Refused(_) | Failure::Protocol(_));
-        if refused && failure.verdict() == crate::call::Verdict::Final {
+        if matches!(failure, Failure::Refused(_)) && failure.verdict() == Verdict::Final {
             link.bind(Bound::default());
-            lock(&self.shared.state).registration = None;
+            self.shared.record(link, |state| state.registration = None);
         }
     }
 
-    async fn populate_layer(&self, layer: &Layer, region: &Region, at: u64) -> Result<(), Error> {
+    async fn populate_layer(&self, layer: &Layer) -> Result<(), Error> {
+        let (region, at) = (&layer.region, layer.offset_bytes);
         // A layout that is not valid is the daemon's to refuse.
         let Ok(layout) = layer.layout() else { return Ok(()) };
         if layout.place(at, region.bytes()).is_err() {
@@ -260,46 +212,23 @@ impl Client {
     /// # Errors
     /// SIGNATURE_MISMATCH, OUT_OF_REGION or another refusal of the daemon; then no layer has moved.
     pub async fn rebind(&self, moves: &[Rebind]) -> Result<(), Error> {
-        let mut attempts = self.attempts("rebind", true);
-        let registration = self.moved_registration(moves)?;
-        for (layer, _) in &registration.moved {
+        let mut attempts = self.attempts("rebind");
+        let moves = self.shared.moves(moves)?;
+        for layer in &moves.moved {
             if self.shared.options.populate {
-                self.populate_layer(layer, &layer.region, layer.offset_bytes).await?;
+                self.populate_layer(layer).await?;
             }
         }
         loop {
             let link = attempts.link().await?;
-            match rebind_on(&link, &attempts.call, &registration.moved).await {
-                Ok(()) => break,
+            match rebind_on(&link, &attempts.call, &moves.moved).await {
+                Ok(()) => {
+                    self.shared.record(&link, |state| state.moved(moves));
+                    return Ok(());
+                }
                 Err(failure) => attempts.failed(&link, failure)?,
             }
         }
-        let mut state = lock(&self.shared.state);
-        if let Some((number, now)) = state.registration.as_mut()
-            && *number == registration.number
-        {
-            *now = Arc::new(registration.after);
-        }
-        Ok(())
-    }
-
-    fn moved_registration(&self, moves: &[Rebind]) -> Result<Moves, Error> {
-        let current = lock(&self.shared.state).registration.clone();
-        let none = || ArgumentError::NoSuchLayer {
-            name: moves.first().map(|first| first.layer.clone()).unwrap_or_default(),
-        };
-        let (number, registration) = current.ok_or_else(none)?;
-        let mut after = Registration::clone(&registration);
-        let mut moved = Vec::new();
-        for step in moves {
-            let missing = || ArgumentError::NoSuchLayer { name: step.layer.clone() };
-            let layer = after.layers.iter_mut().find(|layer| layer.name == step.layer);
-            let layer = layer.ok_or_else(missing)?;
-            layer.region = step.region.clone();
-            layer.offset_bytes = step.offset_bytes;
-            moved.push((layer.clone(), number));
-        }
-        Ok(Moves { number, after, moved })
     }
 
     /// Withdraws every published layer of this client. Regions stay.
@@ -307,8 +236,8 @@ impl Client {
     /// # Errors
     /// When the daemon cannot be asked.
     pub async fn release_layers(&self) -> Result<(), Error> {
-        lock(&self.shared.state).registration = None;
-        let mut attempts = self.attempts("release layers", true);
+        self.shared.withdraw();
+        let mut attempts = self.attempts("release layers");
         loop {
             let link = attempts.link().await?;
             let done = async {
@@ -334,7 +263,7 @@ impl Client {
     /// OVERLAP while a published layer lies in it; REGION_UNKNOWN when it was given back before.
     pub async fn release_region(&self, region: Region) -> Result<(), Error> {
         let key = region.record.key;
-        let mut attempts = self.attempts("release region", true);
+        let mut attempts = self.attempts("release region");
         loop {
             let link = attempts.link().await?;
             let done = async {
@@ -349,7 +278,9 @@ impl Client {
             match done.await {
                 Ok(()) => {
                     link.forget_region(key);
-                    lock(&self.shared.state).regions.remove(&key);
+                    self.shared.record(&link, |state| {
+                        state.regions.remove(&key);
+                    });
                     return Ok(());
                 }
                 Err(failure) => attempts.failed(&link, failure)?,
@@ -362,14 +293,7 @@ impl Client {
     /// # Errors
     /// When the daemon cannot be asked; the session ends all the same.
     pub async fn close(self) -> Result<(), Error> {
-        let link = {
-            let mut state = lock(&self.shared.state);
-            state.closed = true;
-            state.registration = None;
-            state.regions.clear();
-            state.link.take()
-        };
-        let Some(link) = link.filter(|link| link.is_alive()) else { return Ok(()) };
+        let Some(link) = self.shared.close().filter(|link| link.is_alive()) else { return Ok(()) };
         let call = Call::new("close", self.shared.options.call_timeout);
         let done = async {
             let request = call.request(v1::CloseRequest { session: Some(link.reference()) })?;
@@ -384,7 +308,7 @@ impl Client {
     /// # Errors
     /// When the daemon cannot be asked.
     pub async fn events(&self) -> Result<Events, Error> {
-        let mut attempts = self.attempts("events", true);
+        let mut attempts = self.attempts("events");
         loop {
             let link = attempts.link().await?;
             match Events::open(&link, &attempts.call, &self.shared.address).await {
@@ -394,73 +318,9 @@ impl Client {
         }
     }
 
-    /// Several copies in order, each answered by itself: a refused one does not stop the next. The whole is given the
-    /// longest deadline of its parts. It is repeated after an unknown outcome only if every part allows it.
-    ///
-    /// # Errors
-    /// When the daemon cannot be asked, or all are refused together.
-    pub async fn copy_many(
-        &self,
-        copies: &[PlannedCopy<'_>],
-    ) -> Result<Vec<Result<Moved, Error>>, Error> {
-        let deadlines = copies.iter().map(|copy| self.copy_deadline(&copy.request));
-        let wait = deadlines.max().unwrap_or(self.shared.options.call_timeout);
-        let harmless = copies.iter().all(|copy| copy.request.repeat_unknown);
-        let (start, whole) = self.copy_calls("copy many", wait);
-        let mut attempts = Attempts::new(&self.shared, whole, harmless);
-        loop {
-            let link = attempts.link().await?;
-            let done = async {
-                let resolved = copies.iter().map(|copy| {
-                    let call = start.within(self.copy_deadline(&copy.request));
-                    resolve(&link, &copy.plan.record, copy.direction, &copy.request, &call)
-                });
-                let resolved = resolved.collect::<Result<_, _>>()?;
-                link.transport.copy_many(&attempts.call, resolved).await
-            };
-            match done.await {
-                Ok(answers) => {
-                    return Ok(answers.into_iter().map(|answer| Ok(answer?)).collect());
-                }
-                Err(failure) => attempts.failed(&link, failure)?,
-            }
-        }
-    }
-
-    pub(crate) async fn copy(
-        &self,
-        plan: &PlanRecord,
-        direction: Direction,
-        request: Request<'_>,
-    ) -> Result<Moved, Error> {
-        let (start, whole) = self.copy_calls(direction.label(), self.copy_deadline(&request));
-        let mut attempts = Attempts::new(&self.shared, whole, request.repeat_unknown);
-        loop {
-            let link = attempts.link().await?;
-            let done = async {
-                let resolved = resolve(&link, plan, direction, &request, &start)?;
-                link.transport.copy(&attempts.call, resolved).await
-            };
-            match done.await {
-                Ok(moved) => return Ok(moved),
-                Err(failure) => attempts.failed(&link, failure)?,
-            }
-        }
-    }
-
-    fn copy_deadline(&self, request: &Request<'_>) -> Duration {
-        request.deadline.unwrap_or(self.shared.options.call_timeout)
-    }
-
-    /// The call whose deadline is the copy's start, and the one whose deadline is its answer.
-    fn copy_calls(&self, name: &'static str, wait: Duration) -> (Call, Call) {
-        let whole = wait.saturating_add(self.shared.options.copy_slack);
-        (Call::new(name, wait), Call::new(name, whole))
-    }
-
-    fn attempts(&self, name: &'static str, harmless: bool) -> Attempts<'_> {
+    fn attempts(&self, name: &'static str) -> Attempts<'_> {
         let call = Call::new(name, self.shared.options.call_timeout);
-        Attempts::new(&self.shared, call, harmless)
+        Attempts::new(&self.shared, call, Effect::Session)
     }
 
     /// Calls that need no session, on this client's connection.
@@ -468,7 +328,7 @@ impl Client {
     /// # Errors
     /// When there is no daemon.
     pub async fn admin(&self) -> Result<Admin, Error> {
-        let link = self.attempts("admin", true).link().await?;
+        let link = self.attempts("admin").link().await?;
         let options = &self.shared.options;
         Ok(Admin::on(self.shared.address.clone(), link.channel(), options.call_timeout))
     }
@@ -498,15 +358,8 @@ impl Client {
     }
 }
 
-/// A rebind: the registration after it, and the layers that move.
-struct Moves {
-    number: u64,
-    after: Registration,
-    moved: Vec<(Layer, u64)>,
-}
-
-async fn rebind_on(link: &Link, call: &Call, moved: &[(Layer, u64)]) -> Result<(), Failure> {
-    let layers = moved.iter().map(|(layer, _)| {
+async fn rebind_on(link: &Link, call: &Call, moved: &[Layer]) -> Result<(), Failure> {
+    let layers = moved.iter().map(|layer| {
         let missing = || ArgumentError::NoSuchLayer { name: layer.name.clone() };
         let id = link.bound(|bound| bound.layers.get(&layer.name).map(|binding| binding.id));
         Ok(v1::RebindLayer {
@@ -520,44 +373,6 @@ async fn rebind_on(link: &Link, call: &Call, moved: &[(Layer, u64)]) -> Result<(
     let request = call.request(v1::RebindRequest { session: Some(link.reference()), layers })?;
     let reply = call.answer(link.registry().rebind(request)).await?;
     Ok(link.same_life(&reply.incarnation)?)
-}
-
-/// A copy in the words of one session.
-fn resolve<'a>(
-    link: &Link,
-    plan: &PlanRecord,
-    direction: Direction,
-    request: &Request<'a>,
-    start: &Call,
-) -> Result<ResolvedCopy<'a>, Failure> {
-    let binding = plan.binding(link)?;
-    let selected = request.indices.selected();
-    let indices = match &request.indices {
-        Indices::Int32(values) => ResolvedIndices::Int32(values),
-        Indices::Int64(values) => ResolvedIndices::Int64(values),
-        Indices::Shared { width, at, .. } => ResolvedIndices::Shared(*width, link.slice(at)?),
-    };
-    let flags = match &request.flags {
-        None => ResolvedFlags::None,
-        Some(Flags::Bytes(flags)) => ResolvedFlags::Inline(Cow::Borrowed(flags)),
-        Some(Flags::Bools(flags)) => {
-            ResolvedFlags::Inline(Cow::Owned(flags.iter().copied().map(u8::from).collect()))
-        }
-        Some(Flags::Shared(at)) => ResolvedFlags::Shared(link.slice(at)?),
-    };
-    Ok(ResolvedCopy {
-        direction,
-        binding: binding.id,
-        signature: binding.signature,
-        selected,
-        indices,
-        flags,
-        packed: link.slice(&request.packed)?,
-        packed_dtype: plan.dtype,
-        packed_bytes: plan.packed_bytes(selected),
-        deadline: start.left().ok_or(Failure::Late)?,
-        lane: request.lane,
-    })
 }
 
 impl fmt::Debug for Client {

@@ -213,27 +213,26 @@ impl Link {
     pub(crate) fn registration_message(
         &self,
         registration: &Registration,
-    ) -> Result<v1::RegisterLayersRequest, Refusal> {
-        let layers = registration.layers.iter().map(|layer| {
-            Ok(v1::LayerSpec {
-                name: layer.name.clone(),
-                layout: Some(layer.layout_message()),
-                region_id: self.region(&layer.region)?.0,
-                offset_bytes: layer.offset_bytes,
-                max_selected: layer.max_selected,
-                signature: self.signature(layer).map_or(0, |hash| hash.0),
-                check_unique: layer.check_unique,
-            })
+    ) -> v1::RegisterLayersRequest {
+        let layers = registration.layers.iter().map(|layer| v1::LayerSpec {
+            name: layer.name.clone(),
+            layout: Some(layer.layout_message()),
+            // A region that was given back: the daemon refuses, and withdraws what was published before.
+            region_id: self.region(&layer.region).map_or(u64::MAX, |id| id.0),
+            offset_bytes: layer.offset_bytes,
+            max_selected: layer.max_selected,
+            signature: self.signature(layer).map_or(0, |hash| hash.0),
+            check_unique: layer.check_unique,
         });
         let sets = registration
             .sets
             .iter()
             .map(|set| v1::BindingSetSpec { name: set.name.clone(), layers: set.layers.clone() });
-        Ok(v1::RegisterLayersRequest {
+        v1::RegisterLayersRequest {
             session: Some(self.reference()),
-            layers: layers.collect::<Result<_, Refusal>>()?,
+            layers: layers.collect(),
             sets: sets.collect(),
-        })
+        }
     }
 
     /// Replaces what this session has bound.

@@ -95,7 +95,8 @@ impl Memory {
         self.inner.mapping.fill(offset, bytes, byte).map_err(outside)
     }
 
-    /// The ranges that were ever touched, in order, to the page; the rest are holes, which cost no memory.
+    /// The ranges that were ever written or read, in order, to the page. The rest are holes, which cost no memory, and
+    /// pages that were populated and not touched since.
     ///
     /// # Errors
     /// What the operating system says.
@@ -122,5 +123,38 @@ fn failed(name: String, what: &'static str, source: MemoryError) -> Error {
 impl AsFd for Memory {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.inner.sealed.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_go_in_and_out_and_nothing_past_the_end() {
+        let memory = Memory::allocate("m", 100).unwrap();
+        memory.write(97, &[1, 2, 3]).unwrap();
+        assert_eq!(memory.read_vec(96, 4).unwrap(), [0, 1, 2, 3]);
+        memory.fill(0, 100, 9).unwrap();
+        assert_eq!(memory.read_vec(0, 100).unwrap(), [9; 100]);
+
+        let outside = |error: Error| {
+            let Error::Argument(ArgumentError::OutOfRange { name, end, limit, .. }) = error else {
+                panic!("{error:?}");
+            };
+            (name, end, limit)
+        };
+        let end = |end| ("m".to_owned(), end, 100);
+        assert_eq!(outside(memory.write(98, &[7; 3]).unwrap_err()), end(101));
+        assert_eq!(outside(memory.read_vec(u64::MAX, 1).unwrap_err()), end(u64::MAX));
+        assert_eq!(outside(memory.read_vec(0, 101).unwrap_err()), end(101));
+        assert_eq!(outside(memory.fill(50, u64::MAX, 0).unwrap_err()), end(u64::MAX));
+        assert_eq!(memory.read_vec(98, 2).unwrap(), [9, 9], "nothing of it was written");
+    }
+
+    #[test]
+    fn memory_of_no_bytes_is_an_argument_error() {
+        let error = Memory::allocate("m", 0).unwrap_err();
+        assert!(matches!(error, Error::Argument(ArgumentError::NoBytes { .. })), "{error:?}");
     }
 }

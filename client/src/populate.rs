@@ -127,3 +127,98 @@ impl<I: Iterator<Item = Range<u64>>> Iterator for Merged<I> {
         Some(start..end)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+    use statecopy_proto::DataType;
+
+    use super::*;
+    use crate::memory::Memory;
+    use crate::region::{RegionKey, Source};
+
+    fn region(memory: &Memory) -> Arc<RegionRecord> {
+        let source = Source::Memory(memory.clone());
+        Arc::new(RegionRecord { key: RegionKey(1), bytes: memory.bytes(), source })
+    }
+
+    fn wait<T>(future: impl Future<Output = T>) -> T {
+        tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(future)
+    }
+
+    proptest! {
+        #[test]
+        fn exactly_the_pages_that_payloads_touch_are_named_once(
+            rows in 1_u64..40, values in 1_u64..3000, gap in 0_u64..9000, offset in 0_u64..10_000,
+            page in prop_oneof![Just(4096_u64), Just(16_384), Just(65_536)], beyond in 0_u64..5000,
+        ) {
+            let shape = [rows, 1, 1, values];
+            let layout = CacheLayout::with_page_stride(DataType::UInt8, shape, values + gap).unwrap();
+            let bytes = offset + layout.span_bytes() + beyond;
+            let mut touched = BTreeSet::new();
+            for row in 0..rows {
+                let start = offset + row * (values + gap);
+                touched.extend(start / page..=(start + values - 1) / page);
+            }
+            let ranges: Vec<Range<u64>> = payload_pages(&layout, offset, page, bytes).collect();
+            let mut named = Vec::new();
+            for range in &ranges {
+                prop_assert!(range.start < range.end && range.end <= bytes);
+                prop_assert!(range.start.is_multiple_of(page));
+                prop_assert!(range.end.is_multiple_of(page) || range.end == bytes);
+                named.extend(range.start / page..range.end.div_ceil(page));
+            }
+            prop_assert!(ranges.windows(2).all(|pair| pair[0].end < pair[1].start), "{:?}", ranges);
+            prop_assert_eq!(named, touched.into_iter().collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn gap_pages_stay_holes() {
+        let page = rustix::param::page_size() as u64;
+        // Two pages of payload that begin half-way into a page, then seven pages of gap.
+        let shape = [5, 1, 2, page];
+        let layout = CacheLayout::with_page_stride(DataType::UInt8, shape, 9 * page).unwrap();
+        let offset = page / 2;
+        let memory = Memory::allocate("cache", offset + layout.span_bytes() + 20 * page).unwrap();
+        memory.write(offset, &[5]).unwrap();
+        let pages = payload_pages(&layout, offset, page, memory.bytes());
+        wait(populate(&region(&memory), pages)).unwrap();
+        // SEEK_DATA shows only pages that were written, so the kernel's count tells.
+        let blocks = rustix::fs::fstat(&memory).unwrap().st_blocks;
+        assert_eq!(blocks.cast_unsigned() * 512, 5 * 3 * page);
+        assert_eq!(memory.data_ranges().unwrap(), std::iter::once(0..page).collect::<Vec<_>>());
+        assert_eq!(memory.read_vec(offset, 1).unwrap(), [5], "what was there stays");
+    }
+
+    #[test]
+    fn a_large_range_is_cut_into_bounded_steps() {
+        let bytes = 3 * BATCH_BYTES + 5;
+        let ranges: Vec<Range<u64>> = whole(10..bytes, 4096, bytes).collect();
+        let ends: Vec<u64> = ranges.iter().map(|range| range.end).collect();
+        assert_eq!(ends, [BATCH_BYTES, 2 * BATCH_BYTES, 3 * BATCH_BYTES, bytes]);
+        assert!(ranges.iter().all(|range| range.end - range.start <= BATCH_BYTES));
+        let mut all = ranges.into_iter();
+        assert_eq!(next_batch(&mut all).len(), 1);
+        let mut small = (0..3000_u64).map(|at| at * 8192..at * 8192 + 4096);
+        assert_eq!(next_batch(&mut small).len(), BATCH_RANGES);
+    }
+
+    #[test]
+    fn an_empty_range_names_no_page() {
+        assert_eq!(whole(4096..4096, 4096, 8192).count(), 0);
+    }
+
+    #[test]
+    fn what_has_no_seals_is_left_to_the_daemon() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(8192).unwrap();
+        let source = Source::Descriptor(file.into());
+        let record = Arc::new(RegionRecord { key: RegionKey(1), bytes: 8192, source });
+        wait(populate(&record, whole(0..8192, 4096, 8192))).unwrap();
+        let blocks = rustix::fs::fstat(&record.source).unwrap().st_blocks;
+        assert_eq!(blocks, 0);
+    }
+}

@@ -1,0 +1,136 @@
+//! Copies: from a plan and a request to the words of one session, and what follows a failure.
+
+use std::borrow::Cow;
+use std::time::Duration;
+
+use statecopy_kernels::device::Moved;
+use statecopy_proto::Direction;
+
+use crate::attempt::{Attempts, Effect};
+use crate::call::{Call, Failure};
+use crate::client::Client;
+use crate::error::Error;
+use crate::link::Link;
+use crate::plan::PlanRecord;
+use crate::request::{Flags, Indices, PlannedCopy, Request};
+use crate::transport::{ResolvedCopy, ResolvedFlags, ResolvedIndices};
+
+impl Client {
+    /// Several copies in order, each answered by itself: a refused one does not stop the next. The whole is given the
+    /// longest deadline of its parts. It is repeated after an unknown outcome only if every part allows it.
+    ///
+    /// # Errors
+    /// When the daemon cannot be asked, or all are refused together.
+    pub async fn copy_many(
+        &self,
+        copies: &[PlannedCopy<'_>],
+    ) -> Result<Vec<Result<Moved, Error>>, Error> {
+        let deadlines = copies.iter().map(|copy| self.copy_deadline(&copy.request));
+        let wait = deadlines.max().unwrap_or(self.shared.options.call_timeout);
+        let repeat_unknown = copies.iter().all(|copy| copy.request.repeat_unknown);
+        let (start, whole) = self.copy_calls("copy many", wait);
+        let effect = Effect::Copy { start: start.deadline, repeat_unknown };
+        let mut attempts = Attempts::new(&self.shared, whole, effect);
+        loop {
+            let link = attempts.link().await?;
+            let done = async {
+                let mut answers = Vec::with_capacity(copies.len());
+                let mut sent = Vec::new();
+                for copy in copies {
+                    let call = start.within(self.copy_deadline(&copy.request));
+                    let plan = &copy.plan.record;
+                    match resolve(&link, plan, copy.direction, &copy.request, &call) {
+                        Ok(resolved) => {
+                            sent.push(resolved);
+                            answers.push(None);
+                        }
+                        Err(Failure::Refused(refusal)) => answers.push(Some(Err(refusal))),
+                        Err(failure) => return Err(failure),
+                    }
+                }
+                let done = link.transport.copy_many(&attempts.call, sent).await?;
+                Ok((answers, done))
+            };
+            match done.await {
+                Ok((answers, done)) => {
+                    // The transport answers all that was sent, in order.
+                    let mut done = done.into_iter();
+                    let all =
+                        answers.into_iter().filter_map(|answer| answer.or_else(|| done.next()));
+                    return Ok(all.map(|answer| answer.map_err(Error::Refused)).collect());
+                }
+                Err(failure) => attempts.failed(&link, failure)?,
+            }
+        }
+    }
+
+    pub(crate) async fn copy(
+        &self,
+        plan: &PlanRecord,
+        direction: Direction,
+        request: Request<'_>,
+    ) -> Result<Moved, Error> {
+        let (start, whole) = self.copy_calls(direction.label(), self.copy_deadline(&request));
+        let effect = Effect::Copy { start: start.deadline, repeat_unknown: request.repeat_unknown };
+        let mut attempts = Attempts::new(&self.shared, whole, effect);
+        loop {
+            let link = attempts.link().await?;
+            let done = async {
+                let resolved = resolve(&link, plan, direction, &request, &start)?;
+                link.transport.copy(&attempts.call, resolved).await
+            };
+            match done.await {
+                Ok(moved) => return Ok(moved),
+                Err(failure) => attempts.failed(&link, failure)?,
+            }
+        }
+    }
+
+    fn copy_deadline(&self, request: &Request<'_>) -> Duration {
+        request.deadline.unwrap_or(self.shared.options.call_timeout)
+    }
+
+    /// The call whose deadline is the copy's start, and the one whose deadline is its answer.
+    fn copy_calls(&self, name: &'static str, wait: Duration) -> (Call, Call) {
+        let whole = wait.saturating_add(self.shared.options.copy_slack);
+        (Call::new(name, wait), Call::new(name, whole))
+    }
+}
+
+/// A copy in the words of one session.
+fn resolve<'a>(
+    link: &Link,
+    plan: &PlanRecord,
+    direction: Direction,
+    request: &Request<'a>,
+    start: &Call,
+) -> Result<ResolvedCopy<'a>, Failure> {
+    let binding = plan.binding(link)?;
+    let selected = request.indices.selected();
+    let indices = match &request.indices {
+        Indices::Int32(values) => ResolvedIndices::Int32(values),
+        Indices::Int64(values) => ResolvedIndices::Int64(values),
+        Indices::Shared { width, at, .. } => ResolvedIndices::Shared(*width, link.slice(at)?),
+    };
+    let flags = match &request.flags {
+        None => ResolvedFlags::None,
+        Some(Flags::Bytes(flags)) => ResolvedFlags::Inline(Cow::Borrowed(flags)),
+        Some(Flags::Bools(flags)) => {
+            ResolvedFlags::Inline(Cow::Owned(flags.iter().copied().map(u8::from).collect()))
+        }
+        Some(Flags::Shared(at)) => ResolvedFlags::Shared(link.slice(at)?),
+    };
+    Ok(ResolvedCopy {
+        direction,
+        binding: binding.id,
+        signature: binding.signature,
+        selected,
+        indices,
+        flags,
+        packed: link.slice(&request.packed)?,
+        packed_dtype: plan.dtype,
+        packed_bytes: plan.packed_bytes(selected),
+        deadline: start.left().ok_or(Failure::Late)?,
+        lane: request.lane,
+    })
+}

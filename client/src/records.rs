@@ -1,0 +1,168 @@
+//! The plain records from which a session is made anew, and the session of now.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use tokio::sync::Semaphore;
+
+use crate::address::Address;
+use crate::error::{ArgumentError, Error};
+use crate::link::Link;
+use crate::lock::lock;
+use crate::options::ConnectOptions;
+use crate::region::{RegionKey, RegionRecord};
+use crate::registration::{Layer, Rebind, Registration};
+
+/// What all clones of a client share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) address: Address,
+    pub(crate) options: ConnectOptions,
+    /// Whoever holds its one permit opens the next link.
+    pub(crate) connecting: Semaphore,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct State {
+    link: Option<Arc<Link>>,
+    closed: bool,
+    pub(crate) regions: BTreeMap<RegionKey, Arc<RegionRecord>>,
+    pub(crate) registration: Option<RegistrationRecord>,
+    last_region: u64,
+    last_registration: u64,
+    last_link: u64,
+}
+
+/// A registration and its number among those of its client.
+#[derive(Debug, Clone)]
+pub(crate) struct RegistrationRecord {
+    pub(crate) number: u64,
+    pub(crate) registration: Arc<Registration>,
+}
+
+/// A rebind: the registration after it, and the layers that move.
+#[derive(Debug)]
+pub(crate) struct Moves {
+    after: RegistrationRecord,
+    pub(crate) moved: Vec<Layer>,
+}
+
+impl Shared {
+    pub(crate) fn new(address: Address, options: ConnectOptions) -> Self {
+        Self { address, options, connecting: Semaphore::new(1), state: Mutex::default() }
+    }
+
+    pub(crate) fn next_region(&self) -> RegionKey {
+        let mut state = lock(&self.state);
+        state.last_region += 1;
+        RegionKey(state.last_region)
+    }
+
+    pub(crate) fn next_registration(&self) -> u64 {
+        let mut state = lock(&self.state);
+        state.last_registration += 1;
+        state.last_registration
+    }
+
+    pub(crate) fn next_link(&self) -> u64 {
+        let mut state = lock(&self.state);
+        state.last_link += 1;
+        state.last_link
+    }
+
+    /// All that a new session is to be told.
+    pub(crate) fn records(&self) -> (Vec<Arc<RegionRecord>>, Option<RegistrationRecord>) {
+        let state = lock(&self.state);
+        (state.regions.values().cloned().collect(), state.registration.clone())
+    }
+
+    /// The link of now, dead or alive.
+    pub(crate) fn link(&self) -> Option<Arc<Link>> {
+        lock(&self.state).link.clone()
+    }
+
+    /// The current link, unless its life is known to be over. A dead one is let go at once, so that the daemon, if it
+    /// lives, ends the old session before the next begins.
+    pub(crate) fn live_link(&self) -> Result<Option<Arc<Link>>, Error> {
+        let link = {
+            let state = lock(&self.state);
+            if state.closed {
+                return Err(Error::Closed);
+            }
+            state.link.clone()
+        };
+        let Some(link) = link else { return Ok(None) };
+        if link.is_alive() {
+            return Ok(Some(link));
+        }
+        let mut state = lock(&self.state);
+        if state.link.as_ref().is_some_and(|current| current.number == link.number) {
+            state.link = None;
+        }
+        Ok(None)
+    }
+
+    /// Makes a link the current one.
+    pub(crate) fn adopt(&self, link: Arc<Link>) -> Result<Arc<Link>, Error> {
+        let mut state = lock(&self.state);
+        if state.closed {
+            return Err(Error::Closed);
+        }
+        state.link = Some(Arc::clone(&link));
+        Ok(link)
+    }
+
+    /// Puts on record what a link was told. A link that was opened meanwhile was not told: it is given up, and the next
+    /// one is opened from the whole record.
+    pub(crate) fn record(&self, told: &Link, change: impl FnOnce(&mut State)) {
+        let mut state = lock(&self.state);
+        change(&mut state);
+        if let Some(current) = state.link.as_ref().filter(|current| current.number != told.number) {
+            current.retire();
+        }
+    }
+
+    /// Forgets the registration, whatever any link was told.
+    pub(crate) fn withdraw(&self) {
+        lock(&self.state).registration = None;
+    }
+
+    /// Forgets everything, for good, and hands out the link of now.
+    pub(crate) fn close(&self) -> Option<Arc<Link>> {
+        let mut state = lock(&self.state);
+        state.closed = true;
+        state.registration = None;
+        state.regions.clear();
+        state.link.take()
+    }
+
+    /// The registration of now with some layers moved.
+    pub(crate) fn moves(&self, moves: &[Rebind]) -> Result<Moves, Error> {
+        let missing = |name: &str| ArgumentError::NoSuchLayer { name: name.to_owned() };
+        let first = moves.first().map_or("", |first| &first.layer);
+        let current = lock(&self.state).registration.clone().ok_or_else(|| missing(first))?;
+        let mut after = Registration::clone(&current.registration);
+        let mut moved = Vec::with_capacity(moves.len());
+        for step in moves {
+            let layer = after.layers.iter_mut().find(|layer| layer.name == step.layer);
+            let layer = layer.ok_or_else(|| missing(&step.layer))?;
+            layer.region = step.region.clone();
+            layer.offset_bytes = step.offset_bytes;
+            moved.push(layer.clone());
+        }
+        let (number, registration) = (current.number, Arc::new(after));
+        Ok(Moves { after: RegistrationRecord { number, registration }, moved })
+    }
+}
+
+impl State {
+    /// Layers moved, unless their registration was replaced meanwhile.
+    pub(crate) fn moved(&mut self, moves: Moves) {
+        if let Some(current) = &mut self.registration
+            && current.number == moves.after.number
+        {
+            *current = moves.after;
+        }
+    }
+}
