@@ -246,7 +246,8 @@ impl SealedMemory {
             .map_err(MemoryError::kernel("populate"))
     }
 
-    /// The ranges that were ever touched, in order, to the page: the rest are holes that cost no memory.
+    /// The ranges that were ever read or written, by whomever, in order, to the page. The rest are holes: they cost no
+    /// memory, unless they were populated.
     ///
     /// # Errors
     /// What the kernel says.

@@ -82,3 +82,6 @@ impl Answer {
         Ok(Self { result, executor_ns })
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -325,3 +325,6 @@ impl CopyRequest {
         Ok(InlineRanges { indices, flags })
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -294,3 +294,6 @@ fn nothing(code: RefusalCode) -> &'static str {
         RefusalCode::LeaseUnavailable => "The lease cannot be had",
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -157,7 +157,7 @@ impl SessionMemory {
         Ok(Executor::new(TakerRing::resume(self.words())?, submitter_bell))
     }
 
-    fn words(&self) -> MappedWords {
+    pub(crate) fn words(&self) -> MappedWords {
         MappedWords { mapping: Arc::clone(&self.mapping), parameters: self.parameters }
     }
 }

@@ -16,6 +16,9 @@
 
 use crate::sync::{Word32, Word64, fence_seq_cst};
 
+#[cfg(all(test, loom))]
+mod loom_tests;
+
 /// Bits of a `state` word below the sequence.
 const PHASE_BITS: u32 = 2;
 const PHASE_ACCEPTED: u64 = 1;
