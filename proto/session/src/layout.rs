@@ -255,3 +255,6 @@ impl Header {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -14,6 +14,8 @@
 //!
 //! The ring code ([`ring`]) is generic over where its words live, so that loom checks the very code that runs:
 //! `RUSTFLAGS="--cfg loom" cargo test -p statecopy-session --release --lib loom`.
+//!
+#![cfg_attr(not(loom), doc = include_str!("example.md"))]
 #![forbid(unsafe_code)]
 
 pub mod ring;

@@ -14,6 +14,8 @@
 //! Sequences count from 1 and are never used again; sequence `s` lives in slot `(s - 1) mod slots`. `submitted` is how many
 //! were published. `state` is `sequence << 2 | phase` and only grows. Every shared word has one writer.
 
+use std::fmt;
+
 use crate::sync::{Word32, Word64, fence_seq_cst};
 
 #[cfg(all(test, loom))]
@@ -69,6 +71,12 @@ impl Sequence {
 
     fn state(self, phase: u64) -> u64 {
         self.0 << PHASE_BITS | phase
+    }
+}
+
+impl fmt::Display for Sequence {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.0, f)
     }
 }
 
