@@ -17,7 +17,7 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 use crate::call::{Call, Failure, Verdict};
 use crate::error::{Error, ProtocolError};
 use crate::link::{Bound, Link, read_published};
-use crate::records::Shared;
+use crate::records::{RegistrationNumber, Shared};
 use crate::registration::{Progress, Registration, Stage};
 
 /// A call connects anew at most this often, however long its deadline is.
@@ -154,7 +154,7 @@ async fn open(shared: &Shared, call: &Call) -> Result<Arc<Link>, Failure> {
 pub(crate) async fn register_layers(
     link: &Arc<Link>,
     call: &Call,
-    number: u64,
+    number: RegistrationNumber,
     registration: &Registration,
     on_progress: &mut (dyn FnMut(Progress) + Send),
 ) -> Result<Bound, Failure> {

@@ -207,3 +207,40 @@ fn in_chain<E: StdError + 'static>(error: &(dyn StdError + 'static)) -> bool {
     }
     false
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(status: Status) -> (&'static str, Verdict) {
+        let failure = Failure::of(status);
+        let name = match &failure {
+            Failure::Refused(_) => "refused",
+            Failure::NotSent(_) => "not sent",
+            Failure::Lost(_) => "lost",
+            Failure::Unanswered => "unanswered",
+            Failure::Status(_) => "status",
+            Failure::Late | Failure::Protocol(_) | Failure::Local(_) => "local",
+        };
+        (name, failure.verdict())
+    }
+
+    #[test]
+    fn a_status_is_read_by_what_stands_behind_it() {
+        let refused = |code| read(Refusal::new(code, "s").to_status());
+        assert_eq!(refused(RefusalCode::StalePlan), ("refused", Verdict::Final));
+        assert_eq!(refused(RefusalCode::Unavailable), ("refused", Verdict::Final));
+        assert_eq!(refused(RefusalCode::Draining), ("refused", Verdict::Final));
+        assert_eq!(refused(RefusalCode::SessionUnknown), ("refused", Verdict::Repeat));
+        assert_eq!(refused(RefusalCode::IncarnationMismatch), ("refused", Verdict::Repeat));
+
+        let nobody = Status::from_error(Box::new(ConnectError("refused".into())));
+        assert_eq!(read(nobody), ("not sent", Verdict::Repeat));
+        // The same code without the cause: it may have been sent.
+        assert_eq!(read(Status::unavailable("")), ("lost", Verdict::RepeatIfHarmless));
+        let timeout = Status::from_error(Box::new(TimeoutExpired(())));
+        assert_eq!(read(timeout), ("unanswered", Verdict::Final));
+        assert_eq!(read(Status::deadline_exceeded("")), ("unanswered", Verdict::Final));
+        assert_eq!(read(Status::internal("")), ("status", Verdict::Final));
+    }
+}

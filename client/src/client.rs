@@ -18,7 +18,7 @@ use crate::memory::Memory;
 use crate::options::ConnectOptions;
 use crate::plan::{Plan, PlanRecord};
 use crate::populate::{payload_pages, populate, whole};
-use crate::records::{RegistrationRecord, Shared};
+use crate::records::{RegistrationNumber, RegistrationRecord, Shared};
 use crate::region::{Region, RegionRecord, Source, Use};
 use crate::registration::{Bindings, Layer, Progress, Rebind, Registration};
 
@@ -147,7 +147,7 @@ impl Client {
                 register_layers(&link, &attempts.call, number, registration, &mut on_progress)
                     .await;
             match done {
-                Ok(bound) => return Ok(self.publish(&link, registration, bound)),
+                Ok(bound) => return Ok(self.publish(&link, number, registration, bound)),
                 Err(failure) => {
                     self.withdraw_if_refused(&link, &failure);
                     attempts.failed(&link, failure)?;
@@ -156,8 +156,13 @@ impl Client {
         }
     }
 
-    fn publish(&self, link: &Link, registration: &Registration, bound: Bound) -> Bindings {
-        let number = bound.registration;
+    fn publish(
+        &self,
+        link: &Link,
+        number: RegistrationNumber,
+        registration: &Registration,
+        bound: Bound,
+    ) -> Bindings {
         let plan = |name: &str, is_set: bool, of: &Layer, layers: u64, binding: Binding| {
             let record = PlanRecord {
                 name: name.to_owned(),

@@ -44,7 +44,7 @@ pub enum Error {
         leaves: Leaves,
     },
     /// gRPC failed without a refusal.
-    #[error("{call}: gRPC failed")]
+    #[error("{call}: gRPC failed ({:?})", status.code())]
     Transport {
         /// The call.
         call: &'static str,
@@ -238,6 +238,44 @@ impl Error {
             }
             Self::Runtime(_) => "Raise the limits of open files and threads of this process.",
             Self::Closed => "Connect a new client.",
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_of_this_side_has_the_code_that_says_what_it_leaves() {
+        let address: Address = "/run/x".parse().unwrap();
+        let unavailable = |leaves| Error::Unavailable {
+            call: "gather",
+            address: address.clone(),
+            leaves,
+            source: "gone".into(),
+        };
+        let late =
+            |leaves| Error::DeadlineExceeded { call: "gather", after: Duration::ZERO, leaves };
+        let errors = [
+            (unavailable(Leaves::NothingMoved), Some(RefusalCode::Unavailable)),
+            (unavailable(Leaves::Unknown), Some(RefusalCode::Unavailable)),
+            (late(Leaves::NothingMoved), Some(RefusalCode::DeadlineExceeded)),
+            (late(Leaves::Unknown), Some(RefusalCode::Unavailable)),
+            (Error::Closed, None),
+            (ArgumentError::NoVersion.into(), None),
+            (AddressError::Empty.into(), None),
+        ];
+        for (error, code) in errors {
+            assert_eq!(error.code(), code, "{error:?}");
+            assert!(error.remedy().ends_with('.'), "{error:?}");
+            if let Error::Unavailable { leaves, .. } | Error::DeadlineExceeded { leaves, .. } =
+                error
+            {
+                assert_eq!(error.leaves(), leaves);
+            } else {
+                assert_eq!(error.leaves(), Leaves::NothingMoved);
+            }
         }
     }
 }

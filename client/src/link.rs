@@ -21,6 +21,7 @@ use crate::call::{Call, Failure};
 use crate::error::{ArgumentError, ProtocolError};
 use crate::lock::lock;
 use crate::options::ConnectOptions;
+use crate::records::{LinkNumber, RegistrationNumber};
 use crate::region::{Region, RegionKey, RegionRecord, Slice};
 use crate::registration::{Layer, Registration};
 use crate::socket::{DescriptorSocket, path_seen_here};
@@ -43,8 +44,7 @@ pub struct Session {
 
 #[derive(Debug)]
 pub(crate) struct Link {
-    /// Counts the links of one client.
-    pub(crate) number: u64,
+    pub(crate) number: LinkNumber,
     pub(crate) session: Session,
     pub(crate) transport: Transport,
     device: DeviceUuid,
@@ -64,7 +64,8 @@ struct Tables {
 /// What one registration got from this life of the daemon, by name.
 #[derive(Debug, Default)]
 pub(crate) struct Bound {
-    pub(crate) registration: u64,
+    /// `None` when nothing is bound.
+    pub(crate) registration: Option<RegistrationNumber>,
     pub(crate) layers: HashMap<String, Binding>,
     pub(crate) sets: HashMap<String, Binding>,
 }
@@ -91,7 +92,7 @@ pub(crate) async fn channel(address: &Address, call: &Call) -> Result<Channel, F
 impl Link {
     /// Opens a session and attaches to it.
     pub(crate) async fn open(
-        number: u64,
+        number: LinkNumber,
         address: &Address,
         options: &ConnectOptions,
         call: &Call,
@@ -301,11 +302,11 @@ fn parse_uuid(text: &str) -> Option<DeviceUuid> {
 /// What the daemon published, compared with what was registered.
 pub(crate) fn read_published(
     link: &Arc<Link>,
-    number: u64,
+    number: RegistrationNumber,
     registration: &Registration,
     published: v1::Published,
 ) -> Result<Bound, ProtocolError> {
-    let mut bound = Bound { registration: number, ..Bound::default() };
+    let mut bound = Bound { registration: Some(number), ..Bound::default() };
     for binding in published.bindings {
         let (id, signature) = (BindingId(binding.binding_id), SignatureHash(binding.signature));
         let plan = v1::PlanKind::try_from(binding.plan).unwrap_or_default();

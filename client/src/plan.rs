@@ -10,6 +10,7 @@ use crate::client::Client;
 use crate::error::Error;
 use crate::link::{Binding, Link};
 use crate::lock::lock;
+use crate::records::{LinkNumber, RegistrationNumber};
 use crate::request::Request;
 
 /// A layer, or a binding set of layers, that is published and can be copied.
@@ -30,9 +31,9 @@ pub(crate) struct PlanRecord {
     pub(crate) payload_bytes: u64,
     pub(crate) layers: u64,
     pub(crate) max_selected: u64,
-    pub(crate) registration: u64,
+    pub(crate) registration: RegistrationNumber,
     /// The binding, and the link that it belongs to.
-    pub(crate) bound: Mutex<(u64, Binding)>,
+    pub(crate) bound: Mutex<(LinkNumber, Binding)>,
 }
 
 impl PlanRecord {
@@ -45,7 +46,7 @@ impl PlanRecord {
         }
         let found = link.bound(|table| {
             let named = if self.is_set { &table.sets } else { &table.layers };
-            (table.registration == self.registration)
+            (table.registration == Some(self.registration))
                 .then(|| named.get(&self.name).copied())
                 .flatten()
         });
@@ -70,6 +71,8 @@ impl Plan {
     }
 
     /// `packed[s] = cache[index[s]]` where the index is valid and the flag is true, zero bytes otherwise.
+    ///
+    /// A future that is dropped once it was polled gives the copy up with an unknown outcome: it may run yet.
     ///
     /// # Errors
     /// A refusal, of which nothing moved; or an outcome that [`Error::leaves`] tells.

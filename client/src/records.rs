@@ -34,10 +34,18 @@ pub(crate) struct State {
     last_link: u64,
 }
 
+/// Counts the links of one client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct LinkNumber(u64);
+
+/// Counts the registrations of one client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RegistrationNumber(u64);
+
 /// A registration and its number among those of its client.
 #[derive(Debug, Clone)]
 pub(crate) struct RegistrationRecord {
-    pub(crate) number: u64,
+    pub(crate) number: RegistrationNumber,
     pub(crate) registration: Arc<Registration>,
 }
 
@@ -59,16 +67,16 @@ impl Shared {
         RegionKey(state.last_region)
     }
 
-    pub(crate) fn next_registration(&self) -> u64 {
+    pub(crate) fn next_registration(&self) -> RegistrationNumber {
         let mut state = lock(&self.state);
         state.last_registration += 1;
-        state.last_registration
+        RegistrationNumber(state.last_registration)
     }
 
-    pub(crate) fn next_link(&self) -> u64 {
+    pub(crate) fn next_link(&self) -> LinkNumber {
         let mut state = lock(&self.state);
         state.last_link += 1;
-        state.last_link
+        LinkNumber(state.last_link)
     }
 
     /// All that a new session is to be told.

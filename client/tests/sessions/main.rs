@@ -37,6 +37,8 @@ fn options() -> ConnectOptions {
         label: "rank 0".to_owned(),
         wait_for: Duration::from_secs(10),
         call_timeout: Duration::from_secs(10),
+        // Long, so that a test shows who waits for it that should not.
+        copy_slack: Duration::from_secs(30),
         ..ConnectOptions::default()
     }
 }
