@@ -109,7 +109,7 @@ impl Address {
 
     fn parse_bytes(text: &[u8]) -> Result<Self, AddressError> {
         let path = |bytes: &[u8]| PathBuf::from(OsString::from_vec(bytes.to_vec()));
-        if let Some(rest) = text.strip_prefix(b"unix://") {
+        if let Some(rest) = text.strip_prefix(b"unix://").or_else(|| text.strip_prefix(b"unix:")) {
             return Self::of_socket(path(rest));
         }
         if let Some(at) = text.windows(3).position(|window| window == b"://") {
@@ -130,7 +130,7 @@ impl Address {
     }
 }
 
-/// `unix:///path` is a socket; a plain path is a socket when it ends in `.sock`, and otherwise a runtime directory.
+/// `unix:///path` (or `unix:/path`) is a socket; a plain path is a socket when it ends in `.sock`, and otherwise a runtime directory.
 impl FromStr for Address {
     type Err = AddressError;
 
@@ -165,6 +165,7 @@ mod tests {
     #[test]
     fn a_socket_is_named_by_uri_or_path_or_directory() {
         assert_eq!(socket("unix:///run/a.b"), "/run/a.b");
+        assert_eq!(socket("unix:/run/a.b"), "/run/a.b");
         assert_eq!(socket("/run/x/statecopyd.sock"), "/run/x/statecopyd.sock");
         assert_eq!(socket("/run/x"), "/run/x/statecopyd.sock");
         assert_eq!(socket("relative/"), "relative/statecopyd.sock");

@@ -46,11 +46,13 @@ pub(crate) struct Attempts<'a> {
     pub(crate) call: Call,
     effect: Effect,
     repeats: u32,
+    /// An earlier attempt may have moved bytes, whatever becomes of the next.
+    moved: bool,
 }
 
 impl<'a> Attempts<'a> {
     pub(crate) fn new(shared: &'a Shared, call: Call, effect: Effect) -> Self {
-        Self { shared, call, effect, repeats: 0 }
+        Self { shared, call, effect, repeats: 0, moved: false }
     }
 
     /// A live link, opened anew if there is none.
@@ -88,6 +90,7 @@ impl<'a> Attempts<'a> {
             (Verdict::RepeatIfHarmless, Effect::Copy { repeat_unknown, .. }) => repeat_unknown,
         };
         link.retire();
+        self.moved |= matches!(self.effect, Effect::Copy { .. }) && failure.is_unknown();
         self.repeats += 1;
         let allowed = self.shared.options.reregister && self.repeats <= REPEATS_MAX;
         if again && allowed && self.call.left().is_some() {
@@ -98,6 +101,7 @@ impl<'a> Attempts<'a> {
     }
 
     pub(crate) fn error(&self, failure: Failure) -> Error {
+        let failure = if self.moved { failure.after_unknown() } else { failure };
         self.call.error(&self.shared.address, failure)
     }
 

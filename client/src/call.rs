@@ -112,6 +112,20 @@ impl Failure {
         }
     }
 
+    /// The same failure, when an earlier attempt of its call may have moved bytes.
+    pub(crate) fn after_unknown(self) -> Self {
+        match self {
+            Self::Refused(refusal) => Self::Lost(refusal.into()),
+            Self::NotSent(source) => Self::Lost(source),
+            Self::Late => Self::Unanswered,
+            other @ (Self::Lost(_)
+            | Self::Unanswered
+            | Self::Status(_)
+            | Self::Protocol(_)
+            | Self::Local(_)) => other,
+        }
+    }
+
     /// Whether a daemon that is starting or ending may be behind it, so that waiting helps.
     pub(crate) fn is_passing(&self) -> bool {
         match self {

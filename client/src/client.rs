@@ -23,7 +23,7 @@ use crate::region::{Region, RegionRecord, Source, Use};
 use crate::registration::{Bindings, Layer, Progress, Rebind, Registration};
 
 /// A worker's client. Clones share one session; it ends with [`Client::close`] or with the last of them and of their
-/// plans and events.
+/// plans.
 #[derive(Clone)]
 pub struct Client {
     pub(crate) shared: Arc<Shared>,

@@ -105,7 +105,18 @@ pub(crate) struct Fake {
 
 impl Fake {
     pub(crate) fn start(directory: &Path, incarnation: u8) -> Self {
-        let seen = Arc::new(Mutex::new(Seen::new(incarnation)));
+        Self::start_told(directory, incarnation, |_| {})
+    }
+
+    /// Starts it after it was told what to do.
+    pub(crate) fn start_told(
+        directory: &Path,
+        incarnation: u8,
+        tell: impl FnOnce(&mut Seen),
+    ) -> Self {
+        let mut seen = Seen::new(incarnation);
+        tell(&mut seen);
+        let seen = Arc::new(Mutex::new(seen));
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()

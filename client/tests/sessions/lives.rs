@@ -107,6 +107,33 @@ fn a_copy_with_an_unknown_outcome_is_repeated_only_if_the_caller_says_so() {
 }
 
 #[test]
+fn an_unknown_outcome_stays_unknown_when_the_repetition_finds_no_daemon_or_is_refused() {
+    for refused in [false, true] {
+        let directory = directory();
+        let (daemon, worker) = pair(directory.path());
+        daemon.seen().scripts.push_back(Script::Hang);
+        std::thread::scope(|scope| {
+            let copy = scope.spawn(|| {
+                let wait = Duration::from_millis(if refused { 10_000 } else { 300 });
+                let request = worker.request().repeat_unknown().deadline(wait);
+                worker.bindings.layer("a").unwrap().scatter(request)
+            });
+            daemon.wait_until("the copy arrives", |seen| seen.count("scatter") == 1);
+            drop(daemon);
+            let next = refused.then(|| {
+                Fake::start_told(directory.path(), 2, |seen| {
+                    seen.scripts.push_back(Script::Refuse(RefusalCode::Overloaded));
+                })
+            });
+            let error = copy.join().unwrap().unwrap_err();
+            assert_eq!(error.leaves(), Leaves::Unknown, "{error:?}");
+            assert_eq!(error.code(), Some(RefusalCode::Unavailable));
+            drop(next);
+        });
+    }
+}
+
+#[test]
 fn a_plan_does_not_outlive_a_newer_registration() {
     let directory = directory();
     let (daemon, worker) = pair(directory.path());
