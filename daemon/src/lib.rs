@@ -1,6 +1,7 @@
 //! The statecopy daemon: one supervisor and one device process.
 #![forbid(unsafe_code)]
 
+pub mod cli;
 pub mod config;
 pub mod counters;
 pub mod device_process;

@@ -1,0 +1,39 @@
+//! The end of the daemon: what was accepted is finished, nothing new is taken.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::control::Control;
+use super::message;
+use super::sessions::{EndReason, end_session};
+
+/// How long sessions and device processes may take to end, once the grace is over.
+const END_MAX: Duration = Duration::from_secs(3);
+
+/// Drains: readiness off, sessions told, accepted work finished within the grace, everything given back.
+pub(crate) async fn drain(control: &Arc<Control>) {
+    let grace_ms = control.settings.drain_grace_ms;
+    tracing::info!(grace_ms, "draining");
+    control.draining.cancel();
+    control.readiness.notify_one();
+    control.send_event(&message::draining(control.incarnation, grace_ms), |_| true);
+    let grace = Duration::from_millis(grace_ms.into());
+    if tokio::time::timeout(grace, control.idle()).await.is_err() {
+        let pending = control.snapshot().requests_pending;
+        tracing::warn!(pending, "the grace is over and requests still run");
+    }
+    let until = Instant::now() + END_MAX;
+    for ended in control.sessions.close(EndReason::Draining) {
+        control.tasks.spawn(end_session(Arc::clone(control), ended));
+    }
+    for device in &control.devices {
+        match tokio::time::timeout_at(until, device.shutdown()).await {
+            Ok(Ok(())) => {}
+            Ok(Err(refusal)) => tracing::warn!(%refusal, "a device process was gone already"),
+            Err(_) => tracing::warn!("a device process did not end in time"),
+        }
+    }
+    control.stopped.cancel();
+}

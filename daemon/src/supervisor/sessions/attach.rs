@@ -1,0 +1,211 @@
+//! The descriptor socket: it ties a session to its worker's life, and brings descriptors.
+//!
+//! A session lives as long as its worker's process (seen by a pidfd, because a forked child keeps a dead worker's
+//! connection open) and as long as its connection, whichever ends first.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use statecopy_descriptors::{
+    AsyncConnection, ChannelError, Listener, Peer, PeerError, Received, process_exit,
+};
+use statecopy_proto::descriptor_socket::{
+    DESCRIPTORS_MAX, DaemonRecord, RECORD_BYTES_MAX, WorkerRecord,
+};
+use statecopy_proto::{Refusal, RefusalCode};
+use tokio::sync::Semaphore;
+
+use super::{EndReason, Grant, end_session};
+use crate::supervisor::control::Control;
+use crate::supervisor::peer::unreadable;
+
+/// Connections that may wait to be attached, beside those of the sessions.
+const UNATTACHED_MAX: usize = 32;
+/// How long to wait after an accept that failed: it fails again until descriptors are given back.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+/// How long a worker may take to read an answer before its connection is given up.
+const SEND_MAX: Duration = Duration::from_secs(5);
+
+/// Serves the descriptor socket until the daemon stops.
+pub(crate) async fn serve_descriptors(control: Arc<Control>, listener: Listener) {
+    let sessions_max = control.settings.limits.sessions_max as usize;
+    let room = Arc::new(Semaphore::new(sessions_max + UNATTACHED_MAX));
+    loop {
+        // The semaphore is never closed. Peers past the limit wait in the listener's queue.
+        let Ok(place) = Arc::clone(&room).acquire_owned().await else {
+            return;
+        };
+        tokio::select! {
+            () = control.stopped.cancelled() => return,
+            accepted = listener.accept() => match accepted {
+                Ok(connection) => {
+                    let control = Arc::clone(&control);
+                    control.tasks.clone().spawn(async move {
+                        serve_worker(control, connection).await;
+                        drop(place);
+                    });
+                }
+                Err(error) => {
+                    let sentence = format!("A connection cannot be accepted: {}", chain(&error));
+                    let refusal = Refusal::new(RefusalCode::QuotaExceeded, sentence);
+                    control.refused("descriptor socket", &refusal);
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
+            },
+        }
+    }
+}
+
+/// One connection, from its attach to its end.
+async fn serve_worker(control: Arc<Control>, connection: AsyncConnection) {
+    let (grant, exit) = match attach(&control, &connection).await {
+        Ok(attached) => attached,
+        Err(refusal) => {
+            control.refused("attach", &refusal);
+            // The connection is closed next: a worker that does not read learns it from that.
+            let _ = send(&connection, &DaemonRecord::refused(&refusal)).await;
+            return;
+        }
+    };
+    let reason = tokio::select! {
+        () = grant.over.cancelled() => return,
+        reason = worker_exit(exit) => reason,
+        reason = serve_attached(&control, &grant, &connection) => reason,
+    };
+    if let Some(ended) = control.sessions.end(grant.id, reason) {
+        end_session(control, ended).await;
+    }
+}
+
+/// Ties the connection to the session whose token it presents.
+async fn attach(
+    control: &Control,
+    connection: &AsyncConnection,
+) -> Result<(Grant, Option<OwnedFd>), Refusal> {
+    let peer = Peer::of(connection).map_err(|error| match error {
+        PeerError::Dead | PeerError::Unreadable(_) => unreadable(),
+    })?;
+    control.users.check(peer.uid)?;
+    let timeout = Duration::from_millis(control.settings.attach_timeout_ms.into());
+    let mut buffer = [0; RECORD_BYTES_MAX];
+    let received = match tokio::time::timeout(timeout, connection.receive(&mut buffer, 0)).await {
+        Ok(received) => received.map_err(|error| bad_message(&error))?,
+        Err(_) => {
+            let sentence = "No token was presented in time";
+            return Err(Refusal::new(RefusalCode::SessionUnknown, sentence));
+        }
+    };
+    let record = buffer.get(..received.bytes).unwrap_or_default();
+    let token = match WorkerRecord::decode(record) {
+        Ok(WorkerRecord::Attach { token }) => token,
+        Ok(WorkerRecord::Descriptors { .. }) => {
+            let sentence = "Descriptors came before the session's token";
+            return Err(Refusal::new(RefusalCode::PermissionDenied, sentence));
+        }
+        Err(error) => return Err(invalid(error.to_string())),
+    };
+    let grant = control.sessions.attach(&token, peer.uid, peer.pid, Instant::now())?;
+    Ok((grant, peer.exit))
+}
+
+/// Returns when the worker's process is dead; never where the kernel cannot tell.
+async fn worker_exit(exit: Option<OwnedFd>) -> EndReason {
+    match exit {
+        Some(exit) => match process_exit(exit).await {
+            Ok(()) => EndReason::WorkerDied,
+            Err(error) => {
+                tracing::warn!(%error, "a worker's process cannot be watched; its connection is");
+                std::future::pending().await
+            }
+        },
+        None => std::future::pending().await,
+    }
+}
+
+/// Takes descriptors until the connection ends.
+async fn serve_attached(
+    control: &Control,
+    grant: &Grant,
+    connection: &AsyncConnection,
+) -> EndReason {
+    if send(connection, &DaemonRecord::Attached).await.is_err() {
+        return EndReason::ConnectionEnded;
+    }
+    loop {
+        let mut buffer = [0; RECORD_BYTES_MAX];
+        let received = connection.receive(&mut buffer, DESCRIPTORS_MAX as usize).await;
+        let answer = match received {
+            Ok(received) => take(control, grant, &buffer, received),
+            Err(
+                error @ (ChannelError::MessageTruncated { .. }
+                | ChannelError::TooManyDescriptors { .. }),
+            ) => Err(bad_message(&error)),
+            Err(error @ ChannelError::DescriptorsTruncated) => Err(lost(&error)),
+            Err(_) => return EndReason::ConnectionEnded,
+        };
+        let answer = answer.unwrap_or_else(|refusal| {
+            control.refused("descriptors", &refusal);
+            DaemonRecord::refused(&refusal)
+        });
+        if send(connection, &answer).await.is_err() {
+            return EndReason::ConnectionEnded;
+        }
+    }
+}
+
+fn take(
+    control: &Control,
+    grant: &Grant,
+    buffer: &[u8],
+    received: Received,
+) -> Result<DaemonRecord, Refusal> {
+    let record = buffer.get(..received.bytes).unwrap_or_default();
+    let (tag, count) = match WorkerRecord::decode(record) {
+        Ok(WorkerRecord::Descriptors { tag, count }) => (tag, count),
+        Ok(WorkerRecord::Attach { .. }) => {
+            let sentence = "The session is attached already: a token serves once";
+            return Err(Refusal::new(RefusalCode::PermissionDenied, sentence));
+        }
+        Err(error) => return Err(invalid(error.to_string())),
+    };
+    let came = received.descriptors.len();
+    if came != count as usize {
+        return Err(invalid(format!(
+            "The record announces {count} descriptors under tag {tag}, and {came} came with it"
+        )));
+    }
+    let total = control.sessions.add_descriptors(grant.id, tag, received.descriptors)?;
+    Ok(DaemonRecord::Received { tag, total })
+}
+
+async fn send(connection: &AsyncConnection, record: &DaemonRecord) -> Result<(), ChannelError> {
+    let bytes = record.encode();
+    match tokio::time::timeout(SEND_MAX, connection.send(&bytes, &[])).await {
+        Ok(sent) => sent,
+        Err(_) => Err(ChannelError::TimedOut),
+    }
+}
+
+fn bad_message(error: &ChannelError) -> Refusal {
+    invalid(chain(error))
+}
+
+fn lost(error: &ChannelError) -> Refusal {
+    Refusal::new(RefusalCode::QuotaExceeded, chain(error)).remedied_by(
+        "Send fewer descriptors at once; raise the daemon's limit of open files (RLIMIT_NOFILE).",
+    )
+}
+
+fn invalid(sentence: String) -> Refusal {
+    Refusal::new(RefusalCode::HandleInvalid, sentence)
+}
+
+/// An error and what caused it.
+fn chain(error: &ChannelError) -> String {
+    let error: &dyn std::error::Error = error;
+    match error.source() {
+        Some(source) => format!("{error}: {source}"),
+        None => error.to_string(),
+    }
+}

@@ -1,0 +1,182 @@
+//! Every metric: name, kind, unit, help. Nothing else is emitted; docs/metrics.md lists the same.
+
+use metrics::Unit;
+
+/// How a metric behaves.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum Kind {
+    /// Only rises.
+    Counter,
+    /// Rises and falls.
+    Gauge,
+    /// Counts values by size, in these buckets.
+    Histogram(&'static [f64]),
+}
+
+/// One metric.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Metric {
+    /// The name, with its unit last.
+    pub(crate) name: &'static str,
+    /// How it behaves.
+    pub(crate) kind: Kind,
+    /// The unit.
+    pub(crate) unit: Unit,
+    /// What it says.
+    pub(crate) help: &'static str,
+}
+
+/// Seconds of a call: from a tenth of a millisecond, in which a call over the socket is answered, to the longest deadline.
+const CALL_SECONDS: &[f64] =
+    &[0.000_1, 0.000_25, 0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0];
+/// Seconds of a copy, from submission to answer: from a few microseconds to a device that is started again.
+const COPY_SECONDS: &[f64] = &[
+    0.000_01, 0.000_025, 0.000_05, 0.000_1, 0.000_25, 0.000_5, 0.001, 0.005, 0.025, 0.1, 1.0, 10.0,
+];
+
+const fn counter(name: &'static str, unit: Unit, help: &'static str) -> Metric {
+    Metric { name, kind: Kind::Counter, unit, help }
+}
+
+const fn gauge(name: &'static str, unit: Unit, help: &'static str) -> Metric {
+    Metric { name, kind: Kind::Gauge, unit, help }
+}
+
+const fn histogram(name: &'static str, buckets: &'static [f64], help: &'static str) -> Metric {
+    Metric { name, kind: Kind::Histogram(buckets), unit: Unit::Seconds, help }
+}
+
+pub(crate) const BUILD_INFO: Metric =
+    gauge("statecopy_build_info", Unit::Count, "1, labelled with the daemon's version.");
+pub(crate) const UPTIME: Metric =
+    gauge("statecopy_uptime_seconds", Unit::Seconds, "Time since the daemon started.");
+pub(crate) const READY: Metric = gauge(
+    "statecopy_ready",
+    Unit::Count,
+    "1 while every device serves and the daemon does not drain.",
+);
+pub(crate) const DRAINING: Metric =
+    gauge("statecopy_draining", Unit::Count, "1 once the daemon drains.");
+pub(crate) const DEVICE_UP: Metric =
+    gauge("statecopy_device_up", Unit::Count, "1 while the device's process serves.");
+pub(crate) const DEVICE_RESTARTS: Metric = counter(
+    "statecopy_device_restarts_total",
+    Unit::Count,
+    "How often the device's process was started again.",
+);
+pub(crate) const SESSIONS: Metric =
+    gauge("statecopy_sessions", Unit::Count, "Open sessions, by state.");
+pub(crate) const SESSIONS_OPENED: Metric =
+    counter("statecopy_sessions_opened_total", Unit::Count, "Sessions opened.");
+pub(crate) const SESSIONS_ENDED: Metric =
+    counter("statecopy_sessions_ended_total", Unit::Count, "Sessions ended, by reason.");
+pub(crate) const REGIONS: Metric = gauge("statecopy_regions", Unit::Count, "Registered regions.");
+pub(crate) const REGION_BYTES: Metric = gauge(
+    "statecopy_region_bytes",
+    Unit::Bytes,
+    "Bytes of registered regions; memory that is registered twice counts twice.",
+);
+pub(crate) const LAYERS: Metric = gauge("statecopy_layers", Unit::Count, "Published layers.");
+pub(crate) const DESCRIPTORS_PENDING: Metric = gauge(
+    "statecopy_descriptors_pending",
+    Unit::Count,
+    "Descriptors that wait for the registration of their region.",
+);
+pub(crate) const REQUESTS_PENDING: Metric = gauge(
+    "statecopy_requests_pending",
+    Unit::Count,
+    "Copies and registrations over gRPC that wait or run.",
+);
+pub(crate) const REFUSALS: Metric = counter(
+    "statecopy_refusals_total",
+    Unit::Count,
+    "Refusals answered over gRPC and on the descriptor socket, by code.",
+);
+pub(crate) const CALL_DURATION: Metric = histogram(
+    "statecopy_grpc_call_seconds",
+    CALL_SECONDS,
+    "Time from a gRPC call to its answer, by method; of a stream, to its first message.",
+);
+pub(crate) const COPY_DURATION: Metric = histogram(
+    "statecopy_copy_seconds",
+    COPY_SECONDS,
+    "Time of a copy that was asked for over gRPC, from submission to answer, by direction.",
+);
+pub(crate) const EVENT_STREAMS_LOST: Metric = counter(
+    "statecopy_event_streams_lost_total",
+    Unit::Count,
+    "Event streams ended because their client did not read.",
+);
+pub(crate) const LOG_LINES_SUPPRESSED: Metric = counter(
+    "statecopy_log_lines_suppressed_total",
+    Unit::Count,
+    "Log lines about bad requests that the rate limit held back.",
+);
+pub(crate) const COPIES: Metric =
+    counter("statecopy_copies_total", Unit::Count, "Copies completed, by direction.");
+pub(crate) const ROWS_COPIED: Metric = counter(
+    "statecopy_rows_copied_total",
+    Unit::Count,
+    "Rows whose payload was copied, by direction.",
+);
+pub(crate) const ROWS_MASKED: Metric = counter(
+    "statecopy_rows_masked_total",
+    Unit::Count,
+    "Rows that were cleared (gather) or skipped (scatter), by direction.",
+);
+pub(crate) const BYTES_COPIED: Metric =
+    counter("statecopy_bytes_copied_total", Unit::Bytes, "Payload bytes written, by direction.");
+pub(crate) const EXECUTOR_NANOSECONDS: Metric = counter(
+    "statecopy_executor_nanoseconds_total",
+    Unit::Nanoseconds,
+    "Time from taking a request to its answer in the device process, by direction.",
+);
+pub(crate) const EXECUTOR_REFUSALS: Metric = counter(
+    "statecopy_executor_refusals_total",
+    Unit::Count,
+    "Requests that the executor refused, by code.",
+);
+pub(crate) const LAUNCHES: Metric =
+    counter("statecopy_launches_total", Unit::Count, "Launches, by compiled variant.");
+pub(crate) const ENTRIES: Metric = counter(
+    "statecopy_entries_total",
+    Unit::Count,
+    "Entries of the compiler, the environment and the device allocator, by door.",
+);
+pub(crate) const ENTRIES_WHILE_SERVING: Metric = counter(
+    "statecopy_entries_while_serving_total",
+    Unit::Count,
+    "The same between a seal and the next registration: 0, or something is wrong.",
+);
+
+/// All of them.
+pub(crate) const METRICS: [Metric; 28] = [
+    BUILD_INFO,
+    UPTIME,
+    READY,
+    DRAINING,
+    DEVICE_UP,
+    DEVICE_RESTARTS,
+    SESSIONS,
+    SESSIONS_OPENED,
+    SESSIONS_ENDED,
+    REGIONS,
+    REGION_BYTES,
+    LAYERS,
+    DESCRIPTORS_PENDING,
+    REQUESTS_PENDING,
+    REFUSALS,
+    CALL_DURATION,
+    COPY_DURATION,
+    EVENT_STREAMS_LOST,
+    LOG_LINES_SUPPRESSED,
+    COPIES,
+    ROWS_COPIED,
+    ROWS_MASKED,
+    BYTES_COPIED,
+    EXECUTOR_NANOSECONDS,
+    EXECUTOR_REFUSALS,
+    LAUNCHES,
+    ENTRIES,
+    ENTRIES_WHILE_SERVING,
+];
