@@ -280,7 +280,7 @@ impl<'a, T: DeviceUnderTest> Bench<'a, T> {
         moved
     }
 
-    fn launch(
+    pub(crate) fn launch(
         &self,
         launcher: &mut <T::Device as Device>::Launcher,
         direction: Direction,
@@ -368,14 +368,13 @@ pub fn cache(dtype: DataType, rows: u64, payload: u64, page_stride: u64) -> Cach
 #[must_use]
 pub fn noise(bytes: u64, seed: u64) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
-    let mut noise = Vec::with_capacity(small(bytes) + 8);
-    while (noise.len() as u64) < bytes {
+    let mut noise = vec![0; small(bytes)];
+    for chunk in noise.chunks_mut(size_of::<u64>()) {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        noise.extend_from_slice(&state.to_le_bytes());
+        chunk.copy_from_slice(&state.to_le_bytes()[..chunk.len()]);
     }
-    noise.truncate(small(bytes));
     noise
 }
 

@@ -24,7 +24,7 @@ use std::sync::Arc;
 
 use statecopy_proto::{DataType, Refusal, RefusalCode};
 
-use self::crew::{Crew, SPIN};
+use self::crew::{Crew, Sharing};
 use self::environment::Environment;
 use self::stores::Stores;
 use crate::device::{Configuration, Device, DeviceDescription, RegionOffer};
@@ -157,7 +157,7 @@ impl Device for HostDevice {
             1 => 0,
             _ => self.options.copy_threads.get() - 1,
         };
-        let crew = Crew::start(helpers, SPIN).map_err(|error| {
+        let crew = Crew::start(helpers, Sharing::MEASURED).map_err(|error| {
             let sentence = format!("A copying thread of the host device did not start: {error}");
             Refusal::new(RefusalCode::PrepareFailed, sentence)
         })?;

@@ -123,15 +123,15 @@ pub fn payloads_below_at_and_above_a_block_are_exact<T: DeviceUnderTest>(device:
     }
 }
 
-/// Requests of several MiB: few rows of many bytes, many rows of few, and clears among them.
+/// Requests of many MiB: few rows of many bytes, many rows of few, and clears among them.
 pub fn large_requests_are_exact<T: DeviceUnderTest>(device: &T) {
-    const REQUEST: u64 = 9 << 20;
-    for payload in [4_099, 65_536, 700_001, REQUEST / 2 + 1] {
-        let selected = i64::try_from(REQUEST / payload).expect("a small test");
-        let rows = selected.cast_unsigned() + 1;
-        let layout = cache(DataType::UInt8, rows, payload, payload + 13);
+    const LARGE: u64 = 1 << 20;
+    const HUGE: u64 = (16 << 20) + 1;
+    for (payload, request) in [(4_099, LARGE), (65_536, HUGE), (HUGE / 2 + 1, HUGE)] {
+        let selected = i64::try_from(request.div_ceil(payload)).expect("a small test");
+        let layout = cache(DataType::UInt8, selected.cast_unsigned(), payload, payload + 13);
         let indices: Vec<i64> =
-            (0..=selected).map(|s| if s % 5 == 1 { -1 } else { selected - s }).collect();
+            (0..selected).map(|s| if s % 5 == 1 { -1 } else { selected - 1 - s }).collect();
         check_both_ways(device, &Case::new(layout, &indices).at(3));
     }
 }

@@ -13,7 +13,7 @@
 //!    the helper sleeps    (and is woken)
 //! ```
 //! - *offer*, *withdraw*, *stop*, and Busy to Awaited are the launching thread's; *take*, *finish*, and Idle to Parked the helper's.
-//! - Both sides spin for [`SPIN`] before they sleep on the word.
+//! - Both sides spin for a while ([`Sharing::spin`]) before they sleep on the word.
 
 use std::fmt;
 use std::io;
@@ -31,10 +31,20 @@ use super::rows::{BLOCK_ROWS, Block, Job, RowKernel, address, move_bytes};
 use crate::device::Moved;
 use crate::sync::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
-/// How long a helper stays awake after its last unit, and how long the launching thread waits awake for a helper's.
-pub(super) const SPIN: Duration = Duration::from_micros(50);
-/// From how many bytes on a launch is shared. Below, the copy is done before a helper wakes up.
-const SHARED_BYTES_MIN: u64 = 1 << 20;
+/// When a copy is shared, and how long the threads that share it stay awake.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Sharing {
+    /// How long a helper stays awake after its last unit, and how long the launching thread waits awake for a helper's.
+    pub(super) spin: Duration,
+    /// From how many bytes on a launch is shared.
+    pub(super) bytes_min: u64,
+}
+
+impl Sharing {
+    /// A helper that sleeps is at work after about 85 us, in which one thread alone copies 1 MiB; a copy of 4 MiB gains.
+    pub(super) const MEASURED: Self = Self { spin: Duration::from_micros(50), bytes_min: 4 << 20 };
+}
+
 /// What one thread takes at a time: enough to hide the counter, little enough that nobody waits long at the end.
 const UNIT_BYTES: usize = 256 << 10;
 
@@ -48,7 +58,7 @@ const STOPPED: u32 = 5;
 /// Helper threads, owned by one launcher.
 pub(super) struct Crew {
     helpers: Vec<Helper>,
-    spin: Duration,
+    sharing: Sharing,
 }
 
 struct Helper {
@@ -72,8 +82,8 @@ impl fmt::Debug for Crew {
 
 impl Crew {
     /// Starts that many helpers; they sleep until there is something to share.
-    pub(super) fn start(helpers: usize, spin: Duration) -> io::Result<Self> {
-        let mut crew = Self { helpers: Vec::with_capacity(helpers), spin };
+    pub(super) fn start(helpers: usize, sharing: Sharing) -> io::Result<Self> {
+        let mut crew = Self { helpers: Vec::with_capacity(helpers), sharing };
         for number in 1..=helpers {
             let desk = Arc::new(Desk {
                 state: AtomicU32::new(IDLE),
@@ -82,7 +92,7 @@ impl Crew {
             let own = Arc::clone(&desk);
             let thread = thread::Builder::new()
                 .name(format!("copy-{number}"))
-                .spawn(move || own.serve(spin))?;
+                .spawn(move || own.serve(sharing.spin))?;
             crew.helpers.push(Helper { desk, thread: Some(thread) });
         }
         Ok(crew)
@@ -96,7 +106,7 @@ impl Crew {
     pub(super) unsafe fn run(&self, job: &Job<'_>, kernel: RowKernel, part: Range<u64>) -> Moved {
         let count = part.end - part.start;
         let bytes = count.saturating_mul(job.payload as u64);
-        if self.helpers.is_empty() || bytes < SHARED_BYTES_MIN {
+        if self.helpers.is_empty() || bytes < self.sharing.bytes_min {
             // SAFETY: the caller's own promise.
             let moved = unsafe { (kernel.move_rows)(job, part) };
             (job.stores.publish)();
@@ -135,7 +145,7 @@ struct Joined<'a>(&'a Crew);
 impl Drop for Joined<'_> {
     fn drop(&mut self) {
         for helper in &self.0.helpers {
-            helper.desk.join(self.0.spin);
+            helper.desk.join(self.0.sharing.spin);
         }
     }
 }

@@ -8,7 +8,7 @@ use crate::plan::{KernelClass, Variant};
 
 /// The variants of one kernel class: four of a fused plan, one of a byte copy.
 ///
-/// Of the class, the payload's size decides: rows of 4 KiB and more may go around the cache, smaller
+/// Of the class, the payload's size decides: rows of 16 KiB and more may go around the cache, smaller
 /// ones are copied by a direct call. The alignment of the base decides nothing here. The page stride is a launch
 /// argument, so no class knows where a row begins; every copy aligns its own destination, in constant time.
 #[derive(Debug)]
