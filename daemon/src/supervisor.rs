@@ -123,9 +123,8 @@ pub(crate) async fn run(
     program: SelfProgram,
     signals: Signals,
 ) -> Result<Outcome, SupervisorError> {
-    let start = async |settings, incarnation, lock| {
-        keeper::start(settings, incarnation, lock, program.clone()).await
-    };
+    let start =
+        |settings, incarnation, lock| keeper::start(settings, incarnation, lock, program.clone());
     serve(settings, start, signals).await
 }
 
@@ -133,11 +132,14 @@ pub(crate) async fn run(
 ///
 /// # Errors
 /// [`SupervisorError`]; whatever was made is taken away.
-pub(crate) async fn serve(
+pub(crate) async fn serve<F>(
     settings: Settings,
-    start: impl AsyncFn(DeviceSettings, Incarnation, Arc<OwnedFd>) -> Result<StartedDevice, Refusal>,
+    start: impl Fn(DeviceSettings, Incarnation, Arc<OwnedFd>) -> F,
     mut signals: Signals,
-) -> Result<Outcome, SupervisorError> {
+) -> Result<Outcome, SupervisorError>
+where
+    F: Future<Output = Result<StartedDevice, Refusal>>,
+{
     let shared = !settings.allow_uids.is_empty();
     let directory = RuntimeDirectory::open(&settings.runtime_dir, shared)?;
     let mut bytes = [0; 16];
@@ -322,3 +324,8 @@ fn ended(what: &'static str, error: &dyn std::error::Error) -> SupervisorError {
 fn system(action: &'static str) -> impl FnOnce(io::Error) -> SupervisorError {
     move |source| SupervisorError::System { action, source }
 }
+
+#[cfg(test)]
+mod testing;
+#[cfg(test)]
+mod tests;

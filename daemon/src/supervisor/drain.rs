@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::control::Control;
@@ -25,8 +26,13 @@ pub(crate) async fn drain(control: &Arc<Control>) {
         tracing::warn!(pending, "the grace is over and requests still run");
     }
     let until = Instant::now() + END_MAX;
+    let mut ends = JoinSet::new();
     for ended in control.sessions.close(EndReason::Draining) {
-        control.tasks.spawn(end_session(Arc::clone(control), ended));
+        ends.spawn(end_session(Arc::clone(control), ended));
+    }
+    let all = async { while ends.join_next().await.is_some() {} };
+    if tokio::time::timeout_at(until, all).await.is_err() {
+        tracing::warn!("sessions did not end in time");
     }
     for device in &control.devices {
         match tokio::time::timeout_at(until, device.shutdown()).await {

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! * *ready*: every record has been told again, in order; only then do copies flow.
-//! * *death*: what was asked and not answered is asked again; copies as [`copies`] says.
+//! * *death*: what was asked and not answered is asked again; copies as `copies` says.
 //! * *failed*: everything is answered UNAVAILABLE, and the daemon ends.
 //!
 //! One task owns all of it. Requests of the link go out one at a time.

@@ -97,15 +97,19 @@ impl Registering {
         let register = device.register(self.grant.id, registration.clone(), progress);
         let register = tokio::time::timeout_at(self.deadline, register);
         tokio::pin!(register);
+        // A client that does not read loses progress, and nothing else.
+        let pass_on = |progress| {
+            let _ = items.try_send(Ok(message::progress(self.control.incarnation, progress)));
+        };
         let published = loop {
             tokio::select! {
                 answer = &mut register => break answer,
-                Some(progress) = reported.recv() => {
-                    // A client that does not read loses progress, and nothing else.
-                    let _ = items.try_send(Ok(message::progress(self.control.incarnation, progress)));
-                }
+                Some(progress) = reported.recv() => pass_on(progress),
             }
         };
+        while let Ok(progress) = reported.try_recv() {
+            pass_on(progress);
+        }
         let published = published.map_err(|_| {
             let sentence = "The registration did not end within its deadline and is withdrawn";
             Refusal::new(RefusalCode::DeadlineExceeded, sentence)

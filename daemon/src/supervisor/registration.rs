@@ -290,3 +290,6 @@ fn bind_set(
     let layers = members.iter().map(|layer| layer.record.binding).collect();
     Ok(SetRecord { name, binding, layers })
 }
+
+#[cfg(test)]
+mod tests;

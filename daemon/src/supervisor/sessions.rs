@@ -439,3 +439,6 @@ pub(crate) fn within(what: &str, setting: &str, wanted: u64, max: u64) -> Result
     let sentence = format!("{wanted} {what} would be more than {setting} = {max}");
     Err(Refusal::new(RefusalCode::QuotaExceeded, sentence).about(setting))
 }
+
+#[cfg(test)]
+mod tests;

@@ -293,3 +293,6 @@ fn float(count: u64) -> f64 {
     let float = count as f64;
     float
 }
+
+#[cfg(test)]
+mod tests;

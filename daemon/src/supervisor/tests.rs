@@ -1,0 +1,6 @@
+//! The whole supervisor over its real sockets, with a scripted device behind it.
+
+mod copies;
+mod ending;
+mod registrations;
+mod sessions;
