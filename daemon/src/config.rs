@@ -73,6 +73,11 @@ settings! {
         /// How long the executor spins for the next request before it sleeps, in microseconds. 0 where fewer than two
         /// CPUs may be used, whatever stands here.
         spin_us: u64 = 50;
+        /// Whether the executor never sleeps: the shortest answer, for one CPU that is always busy. Without effect where
+        /// fewer than two CPUs may be used.
+        busy_poll: bool = false;
+        /// The CPU that the executor stays on. Unset: any.
+        executor_cpu: Option<usize> = None;
         /// Requests that the ring between supervisor and device process holds: a power of two.
         slots: u32 = 1024;
         /// Bytes that one launch moves at most: a larger copy is split, so that it does not hold up the others.
@@ -196,6 +201,10 @@ pub struct DeviceSettings {
     pub copy_threads: Option<NonZeroUsize>,
     /// How long the executor spins before it sleeps, in microseconds.
     pub spin_us: u64,
+    /// Whether the executor never sleeps.
+    pub busy_poll: bool,
+    /// The CPU that the executor stays on.
+    pub executor_cpu: Option<usize>,
     /// Whether an entry of the compiler, the environment or the device allocator after a seal ends the process.
     pub abort_after_seal: bool,
     /// Libraries that LD_PRELOAD may name, by path.
@@ -223,6 +232,8 @@ impl Settings {
             kind,
             copy_threads: self.copy_threads,
             spin_us: self.spin_us,
+            busy_poll: self.busy_poll,
+            executor_cpu: self.executor_cpu,
             abort_after_seal: self.debug.abort_after_seal,
             allowed_preloads: self.allowed_preloads.clone(),
             slots: self.slots,

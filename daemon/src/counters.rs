@@ -30,6 +30,8 @@ pub enum Counter {
     Entries(Door),
     /// Entries of a door while serving: zero, or something is wrong.
     EntriesWhileServing(Door),
+    /// Rings that made no sense any more: their sessions were ended.
+    RingsBroken,
 }
 
 const DIRECTIONS: usize = Direction::ALL.len();
@@ -38,7 +40,8 @@ const REFUSALS_AT: usize = BY_DIRECTION * DIRECTIONS;
 const LAUNCHES_AT: usize = REFUSALS_AT + RefusalCode::ALL.len();
 const ENTRIES_AT: usize = LAUNCHES_AT + Variant::ALL.len();
 const SERVING_AT: usize = ENTRIES_AT + Door::ALL.len();
-const WORDS: usize = SERVING_AT + Door::ALL.len();
+const RINGS_BROKEN_AT: usize = SERVING_AT + Door::ALL.len();
+const WORDS: usize = RINGS_BROKEN_AT + 1;
 
 impl Counter {
     /// Every counter.
@@ -57,6 +60,7 @@ impl Counter {
             .chain(Variant::ALL.into_iter().map(Self::Launches))
             .chain(Door::ALL.into_iter().map(Self::Entries))
             .chain(Door::ALL.into_iter().map(Self::EntriesWhileServing))
+            .chain([Self::RingsBroken])
     }
 
     /// The name in metrics and in `statecopy status`.
@@ -72,13 +76,14 @@ impl Counter {
             Self::Launches(_) => "statecopy_launches_total",
             Self::Entries(_) => "statecopy_entries_total",
             Self::EntriesWhileServing(_) => "statecopy_entries_while_serving_total",
+            Self::RingsBroken => "statecopy_rings_broken_total",
         }
     }
 
-    /// The label's name and value.
+    /// The label's name and value; `None` for a counter without one.
     #[must_use]
-    pub fn label(self) -> (&'static str, &'static str) {
-        match self {
+    pub fn label(self) -> Option<(&'static str, &'static str)> {
+        Some(match self {
             Self::Copies(direction)
             | Self::RowsCopied(direction)
             | Self::RowsMasked(direction)
@@ -87,7 +92,8 @@ impl Counter {
             Self::Refusals(code) => ("code", code.label()),
             Self::Launches(variant) => ("variant", variant.label()),
             Self::Entries(door) | Self::EntriesWhileServing(door) => ("door", door.label()),
-        }
+            Self::RingsBroken => return None,
+        })
     }
 
     fn offset(self) -> u64 {
@@ -109,6 +115,7 @@ impl Counter {
             Self::Launches(variant) => LAUNCHES_AT + variant.ordinal(),
             Self::Entries(door) => ENTRIES_AT + door_ordinal(door),
             Self::EntriesWhileServing(door) => SERVING_AT + door_ordinal(door),
+            Self::RingsBroken => RINGS_BROKEN_AT,
         }
     }
 }

@@ -22,7 +22,7 @@ use crate::config::{DeviceKind, DeviceSettings};
 use crate::counters::Counters;
 use crate::link::{self, LinkError, Reply, Request};
 
-use executor::{Executor, ExecutorSettings};
+use executor::Setup;
 use preparer::Preparer;
 use serving::serve;
 
@@ -34,6 +34,8 @@ mod plans;
 mod preparer;
 mod scratch;
 mod serving;
+mod sessions;
+mod station;
 mod table;
 
 /// Descriptors of the first message.
@@ -75,7 +77,7 @@ pub fn run() -> Result<(), DeviceProcessError> {
         .map_err(|errno| DeviceProcessError::NoLink(errno.into()))?;
     let standard_input =
         io::stdin().as_fd().try_clone_to_owned().map_err(DeviceProcessError::NoLink)?;
-    let link = Connection::from_fd(standard_input).map_err(LinkError::from)?;
+    let link = Arc::new(Connection::from_fd(standard_input).map_err(LinkError::from)?);
     let (id, start) = Start::receive(&link)?;
     match start.settings.kind {
         DeviceKind::Host => run_host(&link, id, start),
@@ -123,7 +125,7 @@ impl Start {
     }
 }
 
-fn run_host(link: &Connection, id: u64, start: Start) -> Result<(), DeviceProcessError> {
+fn run_host(link: &Arc<Connection>, id: u64, start: Start) -> Result<(), DeviceProcessError> {
     let Start { settings, ring, executor_bell, supervisor_bell, counters, lock } = start;
     let guard = Arc::new(ServingGuard::new(settings.abort_after_seal));
     let options = HostOptions {
@@ -133,14 +135,15 @@ fn run_host(link: &Connection, id: u64, start: Start) -> Result<(), DeviceProces
     };
     let opened = HostDevice::open(options).and_then(|device| {
         let device = Arc::new(device);
-        let executor = Executor::start(
-            &*device,
-            ring.executor(supervisor_bell),
-            executor_bell,
+        let setup = Setup {
+            ring: ring.executor(supervisor_bell),
+            bell: executor_bell,
             counters,
-            Arc::clone(&guard),
-            ExecutorSettings::of(&settings),
-        )?;
+            guard: Arc::clone(&guard),
+            link: Arc::clone(link),
+            settings: settings.clone(),
+        };
+        let executor = executor::start(&*device, setup)?;
         Ok((device, executor))
     });
     let (device, executor) = match opened {
@@ -151,7 +154,7 @@ fn run_host(link: &Connection, id: u64, start: Start) -> Result<(), DeviceProces
         }
     };
     let description = statecopy_kernels::device::Device::description(&*device).into();
-    let mut preparer = Preparer::new(device, guard, executor);
+    let mut preparer = Preparer::new(device, guard, executor, settings.launch_bytes_max);
     reply(link, id, Reply::Ready(description))?;
     let ended = serve(link, &mut preparer);
     drop(lock);

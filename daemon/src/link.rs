@@ -38,6 +38,17 @@ pub enum Request {
     /// The first message. Descriptors, in order: ring memory, executor's doorbell, supervisor's doorbell, counter memory,
     /// and the runtime directory's lock, which is held as long as the device process lives.
     Start(DeviceSettings),
+    /// Serve a worker's ring. Descriptors, in order: session memory, executor's doorbell, worker's doorbell.
+    OpenSession {
+        /// Whose it is.
+        session: SessionId,
+        /// Slots of the ring.
+        slots: u32,
+        /// Inline bytes of a slot.
+        inline_bytes: u32,
+        /// Whether an earlier device process served it: then what it left unanswered is taken again.
+        resumed: bool,
+    },
     /// Map a region. One descriptor.
     ImportRegion {
         /// Whose it is.
@@ -107,6 +118,13 @@ pub enum Reply {
         layers_done: u32,
         /// Layers of the registration.
         layers_total: u32,
+    },
+    /// News with number 0, asked for by nobody: a worker's ring makes no sense any more.
+    RingBroken {
+        /// Whose.
+        session: SessionId,
+        /// What was found.
+        reason: String,
     },
     /// A part of what was published.
     Published {

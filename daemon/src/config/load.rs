@@ -41,6 +41,12 @@ pub struct Flags {
     /// How long the executor spins for the next request before it sleeps
     #[arg(long, value_name = "US")]
     pub spin_us: Option<u32>,
+    /// Let the executor never sleep
+    #[arg(long)]
+    pub busy_poll: bool,
+    /// The CPU that the executor stays on
+    #[arg(long, value_name = "CPU")]
+    pub executor_cpu: Option<u32>,
     /// End the device process when something is compiled, or the environment or allocator entered, after a seal
     #[arg(long)]
     pub abort_after_seal: bool,
@@ -185,6 +191,8 @@ fn flag_values(flags: &Flags) -> Vec<(&'static str, config::Value)> {
     put("drain_grace_ms", flags.drain_grace_ms.map(Into::into));
     put("copy_threads", flags.copy_threads.map(Into::into));
     put("spin_us", flags.spin_us.map(Into::into));
+    put("busy_poll", flags.busy_poll.then(|| true.into()));
+    put("executor_cpu", flags.executor_cpu.map(Into::into));
     put("debug.abort_after_seal", flags.abort_after_seal.then(|| true.into()));
     put("log.format", flags.log_format.map(|format| format.label().into()));
     put("log.level", flags.log_level.clone().map(Into::into));

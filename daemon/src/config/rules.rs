@@ -61,8 +61,8 @@ impl Settings {
                 return rule("devices", device.label(), "must name each device once");
             }
         }
-        if !self.slots.is_power_of_two() || !(2..=65_536).contains(&self.slots) {
-            return rule("slots", self.slots, "must be a power of two from 2 to 65536");
+        if !self.slots.is_power_of_two() || !(2..=1024).contains(&self.slots) {
+            return rule("slots", self.slots, "must be a power of two from 2 to 1024");
         }
         if self.spin_us > 1_000_000 {
             return rule("spin_us", self.spin_us, "must be 0 to 1000000");
@@ -149,7 +149,7 @@ mod tests {
         let text = refused(|settings| settings.limits.layers_max = 0);
         assert_eq!(text, "Configuration: limits.layers_max = 0: must be 1 to 65536");
         let text = refused(|settings| settings.slots = 1000);
-        assert_eq!(text, "Configuration: slots = 1000: must be a power of two from 2 to 65536");
+        assert_eq!(text, "Configuration: slots = 1000: must be a power of two from 2 to 1024");
         let text = refused(|settings| settings.devices = vec![DeviceKind::Host, DeviceKind::Host]);
         assert!(text.contains("devices = host"), "{text}");
         let text = refused(|settings| settings.log.level = "statecopyd=loud".to_owned());

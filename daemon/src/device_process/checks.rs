@@ -4,45 +4,67 @@
 //! value of it is read from shared memory again.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use statecopy_kernels::device::{AllocationId, Device, Region, Slice};
+use statecopy_kernels::device::{AllocationId, Device, Region};
 use statecopy_kernels::layout::{Placement, payloads_touch};
 use statecopy_kernels::signature::ALIGNMENT_BYTES;
-use statecopy_proto::{IndexWidth, RegionId};
+use statecopy_proto::RegionId;
 use statecopy_session::{CopyRequest, Fault, FlagSource, IndexSource, MonotonicNs, Subject};
 
 use super::plans::Regions;
 use super::table::{Bound, SessionTable, Target};
 
-/// A request that may start: every range in it lies in a live region.
+/// A range that lies in a live region, and keeps it alive.
 #[derive(Debug)]
-pub(super) struct Checked<'a, D: Device> {
-    pub(super) target: &'a Target<D>,
-    pub(super) packed: Slice<'a, D::Region>,
-    /// `None`: inline.
-    pub(super) indices: Option<Slice<'a, D::Region>>,
-    /// `None`: inline, or none at all.
-    pub(super) flags: Option<Slice<'a, D::Region>>,
+pub(super) struct Place<D: Device> {
+    pub(super) region: Arc<D::Region>,
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
 }
 
-/// Which subjects a misplaced slice is refused with.
-struct Place {
+impl<D: Device> Place<D> {
+    /// First byte and one past the last. The sum was checked when the place was made.
+    fn span(&self) -> Range<u64> {
+        self.offset..self.offset + self.bytes
+    }
+
+    fn overlaps(&self, other: &Self) -> bool {
+        let (a, b) = (self.span(), other.span());
+        let same_memory = self.region.allocation() == other.region.allocation();
+        same_memory && a.start < b.end && b.start < a.end
+    }
+}
+
+/// A request that may start. It keeps alive all that it names.
+#[derive(Debug)]
+pub(super) struct Checked<D: Device> {
+    pub(super) target: Arc<Target<D>>,
+    pub(super) packed: Place<D>,
+    /// `None`: inline.
+    pub(super) indices: Option<Place<D>>,
+    /// `None`: inline, or none at all.
+    pub(super) flags: Option<Place<D>>,
+}
+
+/// Which subjects a misplaced range is refused with.
+struct Subjects {
     region: Subject,
     alignment: Subject,
     range: Subject,
 }
 
-const PACKED: Place = Place {
+const PACKED: Subjects = Subjects {
     region: Subject::PackedRegion,
     alignment: Subject::PackedAlignment,
     range: Subject::PackedRange,
 };
-const INDICES: Place = Place {
+const INDICES: Subjects = Subjects {
     region: Subject::IndexRegion,
     alignment: Subject::IndexAlignment,
     range: Subject::IndexRange,
 };
-const FLAGS: Place = Place {
+const FLAGS: Subjects = Subjects {
     region: Subject::FlagRegion,
     alignment: Subject::FlagAlignment,
     range: Subject::FlagRange,
@@ -52,12 +74,12 @@ const FLAGS: Place = Place {
 ///
 /// # Errors
 /// The first rule that it breaks.
-pub(super) fn check<'a, D: Device>(
-    session: Option<&'a SessionTable<D>>,
+pub(super) fn check<D: Device>(
+    session: Option<&SessionTable<D>>,
     request: &CopyRequest,
     hook_epoch: u64,
     now: MonotonicNs,
-) -> Result<Checked<'a, D>, Fault> {
+) -> Result<Checked<D>, Fault> {
     let session = session.ok_or_else(|| Subject::Session.fault(request.session.0, 0))?;
     let target = find(session, request)?;
     if request.signature != target.table.hash {
@@ -70,21 +92,21 @@ pub(super) fn check<'a, D: Device>(
         return Err(Subject::Selected.fault(request.selected, target.max_selected));
     }
     let packed = check_packed(&session.regions, target, request)?;
-    let indices = check_indices::<D>(&session.regions, request, &packed)?;
-    let flags = check_flags::<D>(&session.regions, request, &packed)?;
+    let indices = check_indices(&session.regions, request, &packed)?;
+    let flags = check_flags(&session.regions, request, &packed)?;
     if request.deadline <= now {
         let waited = now.since(request.submitted_at).as_nanos();
         let allowed = request.deadline.since(request.submitted_at).as_nanos();
         let clamp = |nanoseconds| u64::try_from(nanoseconds).unwrap_or(u64::MAX);
         return Err(Subject::Deadline.fault(clamp(waited), clamp(allowed)));
     }
-    Ok(Checked { target, packed, indices, flags })
+    Ok(Checked { target: Arc::clone(target), packed, indices, flags })
 }
 
 fn find<'a, D: Device>(
     session: &'a SessionTable<D>,
     request: &CopyRequest,
-) -> Result<&'a Target<D>, Fault> {
+) -> Result<&'a Arc<Target<D>>, Fault> {
     let targets = session
         .targets
         .as_ref()
@@ -96,11 +118,11 @@ fn find<'a, D: Device>(
     }
 }
 
-fn check_packed<'a, D: Device>(
-    regions: &'a Regions<D>,
+fn check_packed<D: Device>(
+    regions: &Regions<D>,
     target: &Target<D>,
     request: &CopyRequest,
-) -> Result<Slice<'a, D::Region>, Fault> {
+) -> Result<Place<D>, Fault> {
     let packed = &request.packed;
     let dtype = target.layout().dtype().number();
     if packed.dtype != dtype {
@@ -114,72 +136,60 @@ fn check_packed<'a, D: Device>(
     if packed.bytes != wanted {
         return Err(Subject::PackedBytes.fault(packed.bytes, wanted));
     }
-    let slice = place::<D>(regions, &PACKED, packed.region, packed.offset, packed.bytes)?;
-    let allocation = slice.region().allocation();
-    let range = span(&slice);
+    let place = place::<D>(regions, &PACKED, packed.region, packed.offset, packed.bytes)?;
+    let allocation = place.region.allocation();
     let touches = |(_, cache, placement): &(RegionId, AllocationId, Placement)| {
-        *cache == allocation && payloads_touch(placement, range.clone())
+        *cache == allocation && payloads_touch(placement, place.span())
     };
     if target.placements.iter().any(touches) {
         return Err(Subject::PackedOverlapsCache.fault(packed.offset, packed.bytes));
     }
-    Ok(slice)
+    Ok(place)
 }
 
-fn check_indices<'a, D: Device>(
-    regions: &'a Regions<D>,
+fn check_indices<D: Device>(
+    regions: &Regions<D>,
     request: &CopyRequest,
-    packed: &Slice<'a, D::Region>,
-) -> Result<Option<Slice<'a, D::Region>>, Fault> {
+    packed: &Place<D>,
+) -> Result<Option<Place<D>>, Fault> {
     let IndexSource::Shared { region, offset } = request.indices.source else { return Ok(None) };
-    let bytes = index_bytes(request.indices.width, request.selected)?;
-    let slice = place::<D>(regions, &INDICES, region, offset, bytes)?;
-    if overlap(&slice, packed) {
-        let packed = &request.packed;
+    let bytes = request
+        .selected
+        .checked_mul(request.indices.width.bytes())
+        .ok_or_else(|| Subject::IndexRange.fault(u64::MAX, 0))?;
+    let place = place::<D>(regions, &INDICES, region, offset, bytes)?;
+    if place.overlaps(packed) {
         return Err(Subject::PackedOverlapsIndices.fault(packed.offset, packed.bytes));
     }
-    Ok(Some(slice))
+    Ok(Some(place))
 }
 
-fn check_flags<'a, D: Device>(
-    regions: &'a Regions<D>,
+fn check_flags<D: Device>(
+    regions: &Regions<D>,
     request: &CopyRequest,
-    packed: &Slice<'a, D::Region>,
-) -> Result<Option<Slice<'a, D::Region>>, Fault> {
+    packed: &Place<D>,
+) -> Result<Option<Place<D>>, Fault> {
     let FlagSource::Shared { region, offset } = request.flags else { return Ok(None) };
-    let slice = place::<D>(regions, &FLAGS, region, offset, request.selected)?;
-    if overlap(&slice, packed) {
-        let packed = &request.packed;
+    let place = place::<D>(regions, &FLAGS, region, offset, request.selected)?;
+    if place.overlaps(packed) {
         return Err(Subject::PackedOverlapsFlags.fault(packed.offset, packed.bytes));
     }
-    Ok(Some(slice))
+    Ok(Some(place))
 }
 
-fn index_bytes(width: IndexWidth, selected: u64) -> Result<u64, Fault> {
-    selected.checked_mul(width.bytes()).ok_or_else(|| Subject::IndexRange.fault(u64::MAX, 0))
-}
-
-fn place<'a, D: Device>(
-    regions: &'a Regions<D>,
-    place: &Place,
+fn place<D: Device>(
+    regions: &Regions<D>,
+    subjects: &Subjects,
     region: RegionId,
     offset: u64,
     bytes: u64,
-) -> Result<Slice<'a, D::Region>, Fault> {
-    let found = regions.get(&region).ok_or_else(|| place.region.fault(region.0, 0))?;
+) -> Result<Place<D>, Fault> {
+    let found = regions.get(&region).ok_or_else(|| subjects.region.fault(region.0, 0))?;
     if !offset.is_multiple_of(ALIGNMENT_BYTES) {
-        return Err(place.alignment.fault(offset, ALIGNMENT_BYTES));
+        return Err(subjects.alignment.fault(offset, ALIGNMENT_BYTES));
     }
-    Slice::new(found, offset, bytes)
-        .ok_or_else(|| place.range.fault(offset.saturating_add(bytes), found.bytes()))
-}
-
-/// The range of a slice. [`Slice::new`] checked the sum.
-fn span<R: Region>(slice: &Slice<'_, R>) -> Range<u64> {
-    slice.offset()..slice.offset() + slice.bytes()
-}
-
-fn overlap<R: Region>(one: &Slice<'_, R>, other: &Slice<'_, R>) -> bool {
-    let (a, b) = (span(one), span(other));
-    one.region().allocation() == other.region().allocation() && a.start < b.end && b.start < a.end
+    match offset.checked_add(bytes) {
+        Some(end) if end <= found.bytes() => Ok(Place { region: Arc::clone(found), offset, bytes }),
+        end => Err(subjects.range.fault(end.unwrap_or(u64::MAX), found.bytes())),
+    }
 }

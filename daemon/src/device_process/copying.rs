@@ -1,8 +1,11 @@
-//! One copy, from a parsed request to its outcome: check, accept, launch in bounded parts, wait for the device.
+//! One copy, from a checked request to its outcome: launches of bounded size, one after the other, never waiting.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use statecopy_kernels::device::{Device, DeviceFault, Flags, Indices, Launch, Launcher};
+use statecopy_kernels::device::{
+    Device, DeviceFault, Flags, Indices, Launch, Launcher, Slice, Ticket,
+};
 use statecopy_kernels::plan::Variant;
 use statecopy_proto::{Direction, IndexWidth};
 use statecopy_session::{
@@ -11,9 +14,7 @@ use statecopy_session::{
 };
 use zerocopy::IntoBytes;
 
-use crate::sync::{AtomicU64, Ordering};
-
-use super::checks::{Checked, check};
+use super::checks::{Checked, Place, check};
 use super::table::{SessionTable, Target};
 
 /// What a copy did.
@@ -25,35 +26,36 @@ pub(super) struct Copied {
     pub(super) launches: u64,
 }
 
-/// Private copies of a request's inline indices and flags. As large as any request may need, from the start.
+/// Private copies of one request's inline indices and flags. As large as any request of its ring may need, from the start.
 #[derive(Debug)]
-struct Inline {
-    int32: Vec<i32>,
-    int64: Vec<i64>,
-    flags: Vec<u8>,
+pub(super) struct Inline {
+    int32: Box<[i32]>,
+    int64: Box<[i64]>,
+    flags: Box<[u8]>,
     /// For the debug check of repeated destinations.
     rows: Vec<u64>,
 }
 
 impl Inline {
-    fn new(selected_max: usize) -> Self {
+    /// Room for `selected_max` rows.
+    pub(super) fn new(selected_max: usize) -> Self {
         Self {
-            int32: vec![0; selected_max],
-            int64: vec![0; selected_max],
-            flags: vec![0; selected_max],
+            int32: vec![0; selected_max].into(),
+            int64: vec![0; selected_max].into(),
+            flags: vec![0; selected_max].into(),
             rows: Vec::with_capacity(selected_max),
         }
     }
 
     /// Copies what is inline, each byte once.
-    fn fill(
+    pub(super) fn fill(
         &mut self,
         ring: &Ring,
         sequence: Sequence,
         request: &CopyRequest,
         ranges: &InlineRanges,
     ) {
-        let selected = usize::try_from(request.selected).unwrap_or(usize::MAX);
+        let selected = rows_of(request);
         if let Some(range) = &ranges.indices {
             let into = match request.indices.width {
                 IndexWidth::Int32 => self.int32[..selected].as_mut_bytes(),
@@ -68,160 +70,174 @@ impl Inline {
 
     /// The first index whose valid row an earlier one names too: position and row.
     fn repeated(&mut self, width: IndexWidth, selected: usize, rows: u64) -> Option<(u64, u64)> {
-        let valid = |row: i64| u64::try_from(row).ok().filter(|row| *row < rows);
         self.rows.clear();
         for at in 0..selected {
             let index = match width {
                 IndexWidth::Int32 => i64::from(self.int32[at]),
                 IndexWidth::Int64 => self.int64[at],
             };
-            if let Some(row) = valid(index) {
-                if self.rows.contains(&row) {
-                    return Some((at as u64, row));
-                }
-                self.rows.push(row);
+            let Some(row) = u64::try_from(index).ok().filter(|row| *row < rows) else { continue };
+            if self.rows.contains(&row) {
+                return Some((at as u64, row));
             }
+            self.rows.push(row);
         }
         None
     }
 }
 
-/// Copies, with buffers that were made at the start.
-#[derive(Debug)]
-pub(super) struct Copier<D: Device> {
-    launcher: D::Launcher,
-    inline: Inline,
-    hook_epoch: Arc<AtomicU64>,
-    launch_bytes_max: u64,
+/// How far a copy is.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Progress {
+    /// The device works on a part.
+    Waiting,
+    /// A part is done, or was started.
+    Launched,
+    /// All of it is done.
+    Done(Copied),
 }
 
-impl<D: Device> Copier<D> {
-    pub(super) fn new(
-        launcher: D::Launcher,
-        hook_epoch: Arc<AtomicU64>,
-        selected_max: usize,
-        launch_bytes_max: u64,
-    ) -> Self {
-        Self { launcher, inline: Inline::new(selected_max), hook_epoch, launch_bytes_max }
-    }
+/// A copy that was accepted. It holds on to all memory that it touches, whatever happens to its session's table.
+#[derive(Debug)]
+pub(super) struct Running<D: Device> {
+    checked: Checked<D>,
+    copied: Copied,
+    rows: u64,
+    rows_per_launch: u64,
+    next: u64,
+    ticket: Option<Ticket>,
+}
 
-    /// Copies, or says why not a byte moved.
-    pub(super) fn copy(
-        &mut self,
-        ring: &mut Ring,
-        sequence: Sequence,
+impl<D: Device> Running<D> {
+    /// Holds a request against the sealed plan.
+    ///
+    /// # Errors
+    /// The first rule that it breaks; not a byte moved.
+    pub(super) fn check(
+        session: Option<&Arc<SessionTable<D>>>,
         request: &CopyRequest,
-        session: Option<&SessionTable<D>>,
+        hook_epoch: u64,
         now: MonotonicNs,
-    ) -> Result<Copied, Fault> {
-        if self.launcher.hooked() {
-            // Every target that was sealed before this sighting refuses from now on.
-            self.hook_epoch.fetch_add(1, Ordering::AcqRel);
-        }
-        let hook_epoch = self.hook_epoch.load(Ordering::Acquire);
-        let checked = check(session, request, hook_epoch, now)?;
-        let ranges = request.inline_ranges(ring.parameters().inline_bytes())?;
-        self.inline.fill(ring, sequence, request, &ranges);
-        if checked.target.check_unique && request.direction == Direction::Scatter {
-            self.check_unique(request, checked.target, &ranges)?;
-        }
-        ring.accept(sequence);
-        let copied = self.launch_all(request, &checked);
-        copied.map_err(|_fault| Subject::Device.fault(0, 0))
+    ) -> Result<Self, Fault> {
+        let checked = check(session.map(|session| &**session), request, hook_epoch, now)?;
+        let target = &*checked.target;
+        let variant = Variant::serving(target.table.kind, request.direction, request.indices.width);
+        Ok(Self {
+            copied: Copied { moved: Moved::default(), bytes: 0, variant, launches: 0 },
+            rows: target.layers() * request.selected,
+            rows_per_launch: target.rows_per_launch,
+            next: 0,
+            ticket: None,
+            checked,
+        })
     }
 
-    fn check_unique(
-        &mut self,
+    /// Debug: refuses a scatter whose valid destinations repeat. Only what is inline can be looked at.
+    ///
+    /// # Errors
+    /// ROW_INVALID, with position and row.
+    pub(super) fn check_unique(
+        &self,
         request: &CopyRequest,
-        target: &Target<D>,
+        inline: &mut Inline,
         ranges: &InlineRanges,
     ) -> Result<(), Fault> {
-        if ranges.indices.is_none() {
+        let target = &*self.checked.target;
+        let scatter = request.direction == Direction::Scatter;
+        if !(target.check_unique && scatter && ranges.indices.is_some()) {
             return Ok(());
         }
-        let selected = usize::try_from(request.selected).unwrap_or(usize::MAX);
         let rows = target.layout().rows();
-        match self.inline.repeated(request.indices.width, selected, rows) {
+        match inline.repeated(request.indices.width, rows_of(request), rows) {
             Some((position, row)) => Err(Subject::Row.fault(position, row)),
             None => Ok(()),
         }
     }
 
-    /// Launches the request in parts of bounded size, one after the other.
-    fn launch_all(
+    /// Moves on by at most one launch.
+    ///
+    /// # Errors
+    /// DEVICE_LOST when the device failed.
+    pub(super) fn step(
         &mut self,
+        launcher: &mut D::Launcher,
+        inline: &Inline,
         request: &CopyRequest,
-        checked: &Checked<'_, D>,
-    ) -> Result<Copied, DeviceFault> {
-        let target = checked.target;
-        let payload = target.layout().payload_bytes();
-        let rows = target.layers() * request.selected;
-        let rows_per_launch = (self.launch_bytes_max / payload).max(1);
-        let mut copied = Copied {
-            moved: Moved::default(),
-            bytes: 0,
-            variant: Variant::serving(target.table.kind, request.direction, request.indices.width),
-            launches: 0,
-        };
-        let mut next = 0;
-        while next < rows {
-            let end = rows.min(next + rows_per_launch);
-            let launch = launch(&self.inline, request, checked, next..end);
-            let moved = run(&mut self.launcher, &launch)?;
-            target.table.count(copied.variant);
-            copied.launches += 1;
-            copied.moved.rows_copied += moved.copied;
-            copied.moved.rows_masked += moved.masked;
-            next = end;
+    ) -> Result<Progress, Fault> {
+        self.advance(launcher, inline, request).map_err(|_fault| Subject::Device.fault(0, 0))
+    }
+
+    fn advance(
+        &mut self,
+        launcher: &mut D::Launcher,
+        inline: &Inline,
+        request: &CopyRequest,
+    ) -> Result<Progress, DeviceFault> {
+        if self.ticket.is_none() && self.next < self.rows {
+            let end = self.rows.min(self.next.saturating_add(self.rows_per_launch));
+            let launch = self.launch(inline, request, self.next..end);
+            self.ticket = Some(launcher.launch(&launch)?);
+            self.checked.target.table.count(self.copied.variant);
+            self.copied.launches += 1;
+            self.next = end;
+        }
+        if let Some(ticket) = self.ticket {
+            let Some(moved) = launcher.poll(ticket)? else { return Ok(Progress::Waiting) };
+            self.ticket = None;
+            self.copied.moved.rows_copied += moved.copied;
+            self.copied.moved.rows_masked += moved.masked;
+            if self.next < self.rows {
+                return Ok(Progress::Launched);
+            }
         }
         let written = match request.direction {
-            Direction::Gather => rows,
-            Direction::Scatter => copied.moved.rows_copied,
+            Direction::Gather => self.rows,
+            Direction::Scatter => self.copied.moved.rows_copied,
         };
-        copied.bytes = written * payload;
-        Ok(copied)
+        self.copied.bytes = written * self.checked.target.layout().payload_bytes();
+        Ok(Progress::Done(self.copied))
     }
-}
 
-fn launch<'a, D: Device>(
-    inline: &'a Inline,
-    request: &CopyRequest,
-    checked: &Checked<'a, D>,
-    part: std::ops::Range<u64>,
-) -> Launch<'a, D> {
-    let selected = usize::try_from(request.selected).unwrap_or(usize::MAX);
-    let indices = match (checked.indices, request.indices.width) {
-        (Some(slice), width) => Indices::Shared(width, slice),
-        (None, IndexWidth::Int32) => Indices::Int32(&inline.int32[..selected]),
-        (None, IndexWidth::Int64) => Indices::Int64(&inline.int64[..selected]),
-    };
-    let flags = match (checked.flags, request.flags) {
-        (Some(slice), _) => Flags::Shared(slice),
-        (None, FlagSource::Inline) => Flags::Inline(&inline.flags[..selected]),
-        (None, FlagSource::None | FlagSource::Shared { .. }) => Flags::None,
-    };
-    Launch {
-        kind: checked.target.table.kind,
-        variants: &checked.target.table.variants,
-        caches: &checked.target.caches,
-        direction: request.direction,
-        selected: request.selected,
-        indices,
-        flags,
-        packed: checked.packed,
-        part,
-    }
-}
-
-fn run<D: Device>(
-    launcher: &mut D::Launcher,
-    launch: &Launch<'_, D>,
-) -> Result<statecopy_kernels::device::Moved, DeviceFault> {
-    let ticket = launcher.launch(launch)?;
-    loop {
-        if let Some(moved) = launcher.poll(ticket)? {
-            return Ok(moved);
+    fn launch<'a>(
+        &'a self,
+        inline: &'a Inline,
+        request: &CopyRequest,
+        part: Range<u64>,
+    ) -> Launch<'a, D> {
+        let selected = rows_of(request);
+        let indices = match (&self.checked.indices, request.indices.width) {
+            (Some(place), width) => Indices::Shared(width, slice(place)),
+            (None, IndexWidth::Int32) => Indices::Int32(&inline.int32[..selected]),
+            (None, IndexWidth::Int64) => Indices::Int64(&inline.int64[..selected]),
+        };
+        let flags = match (&self.checked.flags, request.flags) {
+            (Some(place), _) => Flags::Shared(slice(place)),
+            (None, FlagSource::Inline) => Flags::Inline(&inline.flags[..selected]),
+            (None, FlagSource::None | FlagSource::Shared { .. }) => Flags::None,
+        };
+        let target: &Target<D> = &self.checked.target;
+        Launch {
+            kind: target.table.kind,
+            variants: &target.table.variants,
+            caches: &target.caches,
+            direction: request.direction,
+            selected: request.selected,
+            indices,
+            flags,
+            packed: slice(&self.checked.packed),
+            part,
         }
-        std::hint::spin_loop();
+    }
+}
+
+/// Selected rows. They were checked against `max_selected`, which any machine can count to.
+fn rows_of(request: &CopyRequest) -> usize {
+    usize::try_from(request.selected).unwrap_or(usize::MAX)
+}
+
+fn slice<D: Device>(place: &Place<D>) -> Slice<'_, D::Region> {
+    match Slice::new(&place.region, place.offset, place.bytes) {
+        Some(slice) => slice,
+        None => unreachable!("a place was checked against its region"),
     }
 }

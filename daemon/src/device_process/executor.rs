@@ -1,91 +1,116 @@
-//! The executor: the one thread that copies. It takes requests from the ring, holds each against its sealed plan, launches,
-//! and answers.
+//! The executor: the one thread that copies. It goes round the rings, one bounded step each, so that nobody waits for more
+//! than one launch of everybody else.
 //!
-//! In the request path it never waits for anyone but the device, and it allocates, locks and logs nothing. What it looks
-//! requests up in is made by the preparing thread and goes back to it to be dropped.
+//! In the request path it waits for nobody, and it allocates, locks and logs nothing. What it looks requests up in is made
+//! by the preparing thread and goes back to it to be dropped.
 
-use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use statecopy_descriptors::Doorbell;
+use statecopy_descriptors::{Connection, Doorbell, DoorbellSet};
 use statecopy_kernels::device::Device;
 use statecopy_kernels::guard::ServingGuard;
 use statecopy_kernels::host::cpus_allowed;
 use statecopy_proto::{Refusal, RefusalCode, SessionId};
-use statecopy_session::{Answer, MonotonicNs, Taken};
+use statecopy_session::{Executor as Ring, RingBroken};
 
 use crate::config::DeviceSettings;
 use crate::counters::{Counter, Counters};
+use crate::link::Reply;
 use crate::sync::{AtomicU64, Ordering};
 
-use super::copying::Copier;
+use super::copying::Inline;
 use super::guard_export::GuardExport;
+use super::reply;
 use super::serving::executor_gone;
+use super::sessions::Sessions;
+use super::station::{Scope, Station, Turn};
 use super::table::SessionTable;
 
-/// Sessions that the executor's map has room for before it grows.
-const SESSIONS_ROOM: usize = 1024;
+/// The token of the supervisor's doorbell, by which commands come too. Sessions count from 1.
+const SUPERVISOR_TOKEN: u64 = 0;
 
-/// What the executor is told at its start.
+/// How the executor waits for work.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct ExecutorSettings {
-    /// How long it spins after the last request before it sleeps.
-    spin: Duration,
-    /// The most rows that a request selects.
-    selected_max: usize,
-    /// The most payload bytes of one launch.
-    launch_bytes_max: u64,
+pub(super) enum Waiting {
+    /// It never sleeps.
+    BusyPoll,
+    /// It spins so long after the last work, then sleeps.
+    SpinThenSleep(Duration),
 }
 
-impl ExecutorSettings {
-    /// Spinning where fewer than two CPUs may be used would only keep the worker from running.
+impl Waiting {
+    /// Spinning where fewer than two CPUs may be used would only keep the workers from running.
     pub(super) fn of(settings: &DeviceSettings) -> Self {
-        let spin_us = if cpus_allowed().get() < 2 { 0 } else { settings.spin_us };
-        Self {
-            spin: Duration::from_micros(spin_us),
-            selected_max: usize::try_from(settings.selected_max).unwrap_or(usize::MAX),
-            launch_bytes_max: settings.launch_bytes_max,
+        match cpus_allowed().get() {
+            0 | 1 => Self::SpinThenSleep(Duration::ZERO),
+            _ if settings.busy_poll => Self::BusyPoll,
+            _ => Self::SpinThenSleep(Duration::from_micros(settings.spin_us)),
         }
     }
 }
 
 /// What the preparing thread tells the executor. Each is acknowledged with what it replaced.
 enum Command<D: Device> {
-    Install(SessionId, Box<SessionTable<D>>),
-    Remove(SessionId),
+    /// A worker's ring, and the doorbell that the worker rings.
+    Open(SessionId, Box<Ring>, Doorbell),
+    /// A session's new table, and buffers for its inline indices and flags.
+    Install(SessionId, Arc<SessionTable<D>>, Inline),
+    /// A session is over.
+    Close(SessionId),
+    /// Answer everything submitted, then end.
     End,
 }
 
-/// A table that the executor no longer uses.
-type Retired<D> = Option<Box<SessionTable<D>>>;
+impl<D: Device> Command<D> {
+    /// The session whose running copy must end first.
+    fn waits_for(&self) -> Option<SessionId> {
+        match self {
+            Self::Install(session, ..) | Self::Close(session) => Some(*session),
+            Self::Open(..) | Self::End => None,
+        }
+    }
+}
+
+/// What the executor no longer uses. Whoever gets it drops it.
+type Retired = Option<Box<dyn Send>>;
 
 /// The preparing thread's hold on the executor.
-#[derive(Debug)]
 pub(super) struct ExecutorHandle<D: Device> {
     commands: SyncSender<Command<D>>,
-    retired: Receiver<Retired<D>>,
+    retired: Receiver<Retired>,
     bell: Doorbell,
     hook_epoch: Arc<AtomicU64>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl<D: Device> ExecutorHandle<D> {
+    /// Gives the executor a worker's ring. It is served from now on.
+    pub(super) fn open(
+        &self,
+        session: SessionId,
+        ring: Ring,
+        bell: Doorbell,
+    ) -> Result<(), Refusal> {
+        self.tell(Command::Open(session, Box::new(ring), bell))
+    }
+
     /// Gives the executor a session's new table. Returns when it uses the old one no more; the old one is dropped here.
     pub(super) fn install(
         &self,
         session: SessionId,
-        table: Box<SessionTable<D>>,
+        table: Arc<SessionTable<D>>,
     ) -> Result<(), Refusal> {
-        self.tell(Command::Install(session, table))
+        let inline = Inline::new(table.selected_max());
+        self.tell(Command::Install(session, table, inline))
     }
 
-    /// Takes a session away.
-    pub(super) fn remove(&self, session: SessionId) -> Result<(), Refusal> {
-        self.tell(Command::Remove(session))
+    /// Takes a session away. Returns when nothing of it runs.
+    pub(super) fn close(&self, session: SessionId) -> Result<(), Refusal> {
+        self.tell(Command::Close(session))
     }
 
     /// How often a hook was seen so far.
@@ -93,12 +118,12 @@ impl<D: Device> ExecutorHandle<D> {
         self.hook_epoch.load(Ordering::Acquire)
     }
 
-    /// Ends the executor once it has answered everything in the ring.
+    /// Ends the executor once it has answered everything in the rings.
     pub(super) fn end(&mut self) {
         if self.tell(Command::End).is_ok()
             && let Some(thread) = self.thread.take()
         {
-            drop(thread.join());
+            thread.join().ok();
         }
     }
 
@@ -109,157 +134,233 @@ impl<D: Device> ExecutorHandle<D> {
     }
 }
 
+/// What the executor is started with.
+pub(super) struct Setup {
+    /// The supervisor's ring.
+    pub(super) ring: Ring,
+    /// The doorbell of that ring and of commands.
+    pub(super) bell: Doorbell,
+    pub(super) counters: Counters,
+    pub(super) guard: Arc<ServingGuard>,
+    /// For news that nobody asked for.
+    pub(super) link: Arc<Connection>,
+    pub(super) settings: DeviceSettings,
+}
+
 /// The executor thread's state.
-pub(super) struct Executor<D: Device> {
-    ring: statecopy_session::Executor,
-    bell: Doorbell,
+struct Executor<D: Device> {
+    stations: Vec<(Station<D>, Doorbell)>,
+    bells: DoorbellSet,
+    launcher: D::Launcher,
+    sessions: Sessions<D>,
     commands: Receiver<Command<D>>,
-    retire: SyncSender<Retired<D>>,
-    sessions: HashMap<SessionId, Box<SessionTable<D>>>,
-    copier: Copier<D>,
+    /// A command that waits for a running copy of its session.
+    deferred: Option<Command<D>>,
+    retire: SyncSender<Retired>,
     counters: Counters,
     export: GuardExport,
-    spin: Duration,
+    link: Arc<Connection>,
+    waiting: Waiting,
     ending: bool,
 }
 
-impl<D: Device> Executor<D> {
-    /// Starts the thread.
-    ///
-    /// # Errors
-    /// PREPARE_FAILED when it cannot be started, or the device has no launcher.
-    pub(super) fn start(
-        device: &D,
-        ring: statecopy_session::Executor,
-        bell: Doorbell,
-        counters: Counters,
-        guard: Arc<ServingGuard>,
-        settings: ExecutorSettings,
-    ) -> Result<ExecutorHandle<D>, Refusal> {
-        let (commands, inbox) = sync_channel(1);
-        let (retire, retired) = sync_channel(1);
-        let hook_epoch = Arc::new(AtomicU64::new(0));
-        let copier = Copier::new(
-            device.launcher()?,
-            Arc::clone(&hook_epoch),
-            settings.selected_max,
-            settings.launch_bytes_max,
-        );
-        let executor = Self {
-            ring,
-            bell: bell.try_clone().map_err(|error| not_started(&error))?,
-            commands: inbox,
-            retire,
-            sessions: HashMap::with_capacity(SESSIONS_ROOM),
-            copier,
-            counters,
-            export: GuardExport::new(guard),
-            spin: settings.spin,
-            ending: false,
-        };
-        let thread = thread::Builder::new()
-            .name("executor".to_owned())
-            .spawn(move || executor.run())
-            .map_err(|error| not_started(&error))?;
-        Ok(ExecutorHandle { commands, retired, bell, hook_epoch, thread: Some(thread) })
-    }
+/// Starts the executor's thread.
+///
+/// # Errors
+/// PREPARE_FAILED when it cannot be started, or the device has no launcher.
+pub(super) fn start<D: Device>(device: &D, setup: Setup) -> Result<ExecutorHandle<D>, Refusal> {
+    let Setup { ring, bell, counters, guard, link, settings } = setup;
+    let (commands, inbox) = sync_channel(1);
+    let (retire, retired) = sync_channel(1);
+    let hook_epoch = Arc::new(AtomicU64::new(0));
+    let selected_max = usize::try_from(settings.selected_max).unwrap_or(usize::MAX);
+    let station = Station::new(Scope::Supervisor, ring, Inline::new(selected_max));
+    let own_bell = bell.try_clone().map_err(|error| not_started(&error))?;
+    let bells = DoorbellSet::create().map_err(|error| not_started(&error))?;
+    bells.add(&own_bell, SUPERVISOR_TOKEN).map_err(|error| not_started(&error))?;
+    let executor = Executor {
+        stations: vec![(station, own_bell)],
+        bells,
+        launcher: device.launcher()?,
+        sessions: Sessions::new(Arc::clone(&hook_epoch)),
+        commands: inbox,
+        deferred: None,
+        retire,
+        counters,
+        export: GuardExport::new(guard),
+        link,
+        waiting: Waiting::of(&settings),
+        ending: false,
+    };
+    let cpu = settings.executor_cpu;
+    let thread = thread::Builder::new()
+        .name("executor".to_owned())
+        .spawn(move || {
+            pin_to(cpu);
+            executor.run();
+        })
+        .map_err(|error| not_started(&error))?;
+    Ok(ExecutorHandle { commands, retired, bell, hook_epoch, thread: Some(thread) })
+}
 
+impl<D: Device> Executor<D> {
     fn run(mut self) {
         let mut busy_at = Instant::now();
         loop {
-            if self.serve_one() {
-                busy_at = Instant::now();
-            } else if self.ending {
-                self.acknowledge(None);
-                return;
-            } else if busy_at.elapsed() < self.spin {
-                std::hint::spin_loop();
-            } else {
-                self.sleep();
-                busy_at = Instant::now();
+            let moved_on = self.heed();
+            match self.round() {
+                Turn::Progressed => busy_at = Instant::now(),
+                Turn::Waiting => std::hint::spin_loop(),
+                Turn::Idle if moved_on => {}
+                Turn::Idle if self.ending => {
+                    self.acknowledge(None);
+                    return;
+                }
+                Turn::Idle => {
+                    if self.may_spin(busy_at) {
+                        std::hint::spin_loop();
+                    } else {
+                        self.sleep();
+                        busy_at = Instant::now();
+                    }
+                }
             }
         }
     }
 
-    /// Does one thing: true if there was one to do.
-    fn serve_one(&mut self) -> bool {
-        let heeded = self.heed();
-        let taken = match self.ring.take() {
-            Ok(taken) => taken,
-            // The supervisor's own ring: a daemon that cannot trust itself starts over.
-            Err(broken) => panic!("The supervisor's ring is broken: {broken}"),
-        };
-        let Some(taken) = taken else { return heeded };
-        self.serve(&taken);
-        self.export.publish(&self.counters);
-        true
-    }
-
-    fn serve(&mut self, taken: &Taken) {
-        let begun = MonotonicNs::now();
-        let request = taken.descriptor.parse();
-        let result = match &request {
-            Ok(request) => {
-                let session = self.sessions.get(&request.session).map(|session| &**session);
-                self.copier.copy(&mut self.ring, taken.sequence, request, session, begun)
-            }
-            Err(fault) => Err(*fault),
-        };
-        let nanoseconds = MonotonicNs::now().since(begun).as_nanos();
-        let executor_ns = u64::try_from(nanoseconds).unwrap_or(u64::MAX);
-        match (&request, &result) {
-            (Ok(request), Ok(copied)) => {
-                let direction = request.direction;
-                self.counters.add(Counter::Copies(direction), 1);
-                self.counters.add(Counter::RowsCopied(direction), copied.moved.rows_copied);
-                self.counters.add(Counter::RowsMasked(direction), copied.moved.rows_masked);
-                self.counters.add(Counter::BytesCopied(direction), copied.bytes);
-                self.counters.add(Counter::ExecutorNanoseconds(direction), executor_ns);
-                self.counters.add(Counter::Launches(copied.variant), copied.launches);
-            }
-            (_, Err(fault)) => self.counters.add(Counter::Refusals(fault.code), 1),
-            (Err(_), Ok(_)) => {}
+    fn may_spin(&self, busy_at: Instant) -> bool {
+        match self.waiting {
+            Waiting::BusyPoll => true,
+            Waiting::SpinThenSleep(spin) => !spin.is_zero() && busy_at.elapsed() < spin,
         }
-        let result = result.map(|copied| copied.moved);
-        let lost = matches!(&result, Err(fault) if fault.code == RefusalCode::DeviceLost);
-        self.ring.answer(taken.sequence, &Answer { result, executor_ns });
-        assert!(!lost, "The device failed under a copy");
     }
 
+    /// One step of every ring.
+    fn round(&mut self) -> Turn {
+        let Self { stations, launcher, sessions, counters, deferred, link, .. } = self;
+        let paused = deferred.as_ref().and_then(Command::waits_for);
+        let mut overall = Turn::Idle;
+        for (station, _) in stations {
+            let turn = match paused {
+                // Only what runs goes on, so that the command's turn comes.
+                Some(session) if station.serves(session) && !station.works_for(session) => continue,
+                _ => station.turn(launcher, sessions, counters),
+            };
+            let turn = turn.unwrap_or_else(|broken| {
+                tell_broken(link, station.scope(), broken);
+                counters.add(Counter::RingsBroken, 1);
+                Turn::Progressed
+            });
+            overall = overall.max(turn);
+        }
+        if overall == Turn::Progressed {
+            self.export.publish(&self.counters);
+        }
+        overall
+    }
+
+    /// Carries out one command, if there is one and its session's running copy has ended.
     fn heed(&mut self) -> bool {
-        match self.commands.try_recv() {
-            Ok(Command::Install(session, table)) => {
-                let old = self.sessions.insert(session, table);
-                self.export.publish(&self.counters);
-                self.acknowledge(old);
-            }
-            Ok(Command::Remove(session)) => {
-                let old = self.sessions.remove(&session);
-                self.acknowledge(old);
-            }
-            Ok(Command::End) => self.ending = true,
-            Err(TryRecvError::Empty) => return false,
-            Err(TryRecvError::Disconnected) => {
-                self.ending = true;
-                return false;
-            }
+        let command = match self.deferred.take() {
+            Some(command) => command,
+            None => match self.commands.try_recv() {
+                Ok(command) => command,
+                Err(TryRecvError::Empty) => return false,
+                Err(TryRecvError::Disconnected) => {
+                    self.ending = true;
+                    return false;
+                }
+            },
+        };
+        let runs = |session| self.stations.iter().any(|(station, _)| station.works_for(session));
+        if command.waits_for().is_some_and(runs) {
+            self.deferred = Some(command);
+            return false;
+        }
+        if let Some(retired) = self.carry_out(command) {
+            self.export.publish(&self.counters);
+            self.acknowledge(retired);
         }
         true
     }
 
-    fn acknowledge(&self, retired: Retired<D>) {
-        // The preparing thread waits for it; when it is gone, so is this process in a moment.
-        drop(self.retire.send(retired));
+    /// `None`: acknowledged later.
+    fn carry_out(&mut self, command: Command<D>) -> Option<Retired> {
+        match command {
+            Command::End => {
+                self.ending = true;
+                None
+            }
+            Command::Open(session, ring, bell) => {
+                let station = Station::new(Scope::Session(session), *ring, Inline::new(0));
+                let added = self.bells.add(&bell, session.0);
+                assert!(added.is_ok(), "A worker's doorbell cannot be listened to: {added:?}");
+                self.stations.push((station, bell));
+                Some(None)
+            }
+            Command::Install(session, table, inline) => {
+                let old = self.sessions.install(session, table);
+                let old_inline = match self.station_of(session) {
+                    Some(at) => self.stations[at].0.fit(inline),
+                    None => inline,
+                };
+                Some(Some(Box::new((old, old_inline))))
+            }
+            Command::Close(session) => {
+                let old = self.sessions.remove(session);
+                let station = self.station_of(session).map(|at| self.stations.swap_remove(at));
+                if let Some((_, bell)) = &station {
+                    self.bells.remove(bell).ok();
+                }
+                Some(Some(Box::new((old, station))))
+            }
+        }
     }
 
-    /// Sleeps until a request or a command comes. A command always rings, so none is missed between the look and the sleep.
+    fn station_of(&self, session: SessionId) -> Option<usize> {
+        self.stations.iter().position(|(station, _)| station.scope() == Scope::Session(session))
+    }
+
+    fn acknowledge(&self, retired: Retired) {
+        // The preparing thread waits for it; when it is gone, so is this process in a moment.
+        self.retire.send(retired).ok();
+    }
+
+    /// Sleeps until a ring or a command comes. A command always rings, and so does whoever submits after the rings were told
+    /// of the sleep: none is missed between the look and the sleep.
     fn sleep(&mut self) {
         self.export.publish(&self.counters);
-        if self.ring.prepare_sleep() {
-            let waited = self.bell.wait(None);
-            assert!(waited.is_ok(), "The executor's doorbell failed: {waited:?}");
+        let idle = self.stations.iter_mut().all(|(station, _)| station.prepare_sleep());
+        if idle {
+            let rung = self.bells.wait(None, drop);
+            assert!(rung.is_ok(), "The executor cannot sleep: {rung:?}");
         }
-        self.ring.cancel_sleep();
+        for (station, bell) in &mut self.stations {
+            station.cancel_sleep();
+            if idle {
+                bell.clear().ok();
+            }
+        }
+    }
+}
+
+fn tell_broken(link: &Connection, scope: Scope, broken: RingBroken) {
+    match scope {
+        // A daemon that cannot trust itself starts over.
+        Scope::Supervisor => panic!("The supervisor's ring is broken: {broken}"),
+        Scope::Session(session) => {
+            let reason = broken.to_string();
+            reply(link, 0, Reply::RingBroken { session, reason }).ok();
+        }
+    }
+}
+
+/// Keeps the calling thread on one CPU, where the configuration asks for it. A CPU that may not be used is no reason to end.
+fn pin_to(cpu: Option<usize>) {
+    if let Some(cpu) = cpu {
+        let mut set = rustix::thread::CpuSet::new();
+        set.set(cpu);
+        rustix::thread::sched_setaffinity(None, &set).ok();
     }
 }
 

@@ -28,7 +28,7 @@ use crate::record::{
 use crate::sync::{AtomicU64, Ordering};
 
 use super::scratch;
-use super::table::{Bound, Target, Targets};
+use super::table::{Bound, Target, Targets, Terms};
 
 /// The compiled variants of one (plan kind, signature, configuration). Immutable; shared by layers and workers.
 #[derive(Debug)]
@@ -243,9 +243,9 @@ impl<D: Device> Sealed<D> {
         self,
         device: &D,
         regions: &Regions<D>,
-        hook_epoch: u64,
+        terms: Terms,
     ) -> Result<Targets<D>, Refusal> {
-        bind_all(device, regions, &self.layers, &self.sets, hook_epoch)
+        bind_all(device, regions, &self.layers, &self.sets, terms)
     }
 }
 
@@ -255,11 +255,11 @@ pub(super) fn bind_all<D: Device>(
     regions: &Regions<D>,
     layers: &[(LayerRecord, Arc<CompiledTable<D>>)],
     sets: &[SetRecord],
-    hook_epoch: u64,
+    terms: Terms,
 ) -> Result<Targets<D>, Refusal> {
     let mut targets = Targets::<D>::with_capacity(layers.len() + sets.len());
     for layer in layers {
-        let target = Target::bind(device, regions, &[layer], hook_epoch)
+        let target = Target::bind(device, regions, &[layer], terms)
             .map_err(|refusal| name_layer(&refusal, &layer.0.name))?;
         targets.insert(layer.0.binding, Bound::Awake(Arc::new(target)));
     }
@@ -273,7 +273,7 @@ pub(super) fn bind_all<D: Device>(
         if members.iter().any(|layer| layer.1.hash != members[0].1.hash) {
             return Err(unequal(set, "its layers have different signatures"));
         }
-        let mut target = Target::bind(device, regions, &members, hook_epoch)
+        let mut target = Target::bind(device, regions, &members, terms)
             .map_err(|refusal| name_layer(&refusal, &set.name))?;
         target.is_set = true;
         targets.insert(set.binding, Bound::Awake(Arc::new(target)));

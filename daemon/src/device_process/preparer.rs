@@ -7,9 +7,11 @@ use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
 
+use statecopy_descriptors::Doorbell;
 use statecopy_kernels::device::{AllocationId, Device, Region, RegionOffer};
 use statecopy_kernels::guard::ServingGuard;
 use statecopy_proto::{Refusal, RefusalCode, RegionId, SessionId};
+use statecopy_session::Executor as Ring;
 
 use crate::record::{
     LayerRecord, PlanInspection, Progress, PublishedBinding, RebindRecord, RegistrationRecord,
@@ -18,7 +20,7 @@ use crate::record::{
 
 use super::executor::ExecutorHandle;
 use super::plans::{self, CompiledTable, Regions, Tables, bind_all};
-use super::table::{Bound, SessionTable, Targets};
+use super::table::{Bound, SessionTable, Targets, Terms};
 
 /// What the preparing thread keeps of one session.
 #[derive(Debug)]
@@ -36,13 +38,12 @@ impl<D: Device> Default for Session<D> {
 }
 
 impl<D: Device> Session<D> {
-    fn table(&self) -> Box<SessionTable<D>> {
-        Box::new(SessionTable { regions: self.regions.clone(), targets: self.targets.clone() })
+    fn table(&self) -> Arc<SessionTable<D>> {
+        Arc::new(SessionTable { regions: self.regions.clone(), targets: self.targets.clone() })
     }
 }
 
 /// The preparing thread's state.
-#[derive(Debug)]
 pub(super) struct Preparer<D: Device> {
     device: Arc<D>,
     guard: Arc<ServingGuard>,
@@ -50,6 +51,7 @@ pub(super) struct Preparer<D: Device> {
     tables: Tables<D>,
     sessions: HashMap<SessionId, Session<D>>,
     mappings: HashMap<AllocationId, Weak<D::Region>>,
+    launch_bytes_max: u64,
 }
 
 impl<D: Device> Preparer<D> {
@@ -57,6 +59,7 @@ impl<D: Device> Preparer<D> {
         device: Arc<D>,
         guard: Arc<ServingGuard>,
         executor: ExecutorHandle<D>,
+        launch_bytes_max: u64,
     ) -> Self {
         Self {
             device,
@@ -65,7 +68,18 @@ impl<D: Device> Preparer<D> {
             tables: Tables::default(),
             sessions: HashMap::new(),
             mappings: HashMap::new(),
+            launch_bytes_max,
         }
+    }
+
+    /// Serves a worker's ring. A session whose ring was served by an earlier device process goes on where that one stopped.
+    pub(super) fn open_session(
+        &mut self,
+        session: SessionId,
+        ring: Ring,
+        bell: Doorbell,
+    ) -> Result<(), Refusal> {
+        self.executor.open(session, ring, bell)
     }
 
     /// Maps a region. Two regions of one allocation share one mapping.
@@ -136,8 +150,9 @@ impl<D: Device> Preparer<D> {
         let layers = sealed.layers().to_vec();
         let total = u32::try_from(layers.len()).unwrap_or(u32::MAX);
         progress(Progress { stage: Stage::Publishing, layers_done: 0, layers_total: total });
+        let terms = self.terms();
         let kept = self.sessions.entry(session).or_default();
-        let targets = sealed.publish(&*self.device, &kept.regions, self.executor.hook_epoch())?;
+        let targets = sealed.publish(&*self.device, &kept.regions, terms)?;
         let published = plans::published(&targets);
         kept.layers = layers;
         kept.sets = sets;
@@ -161,6 +176,7 @@ impl<D: Device> Preparer<D> {
     }
 
     fn rebind_layers(&mut self, session: SessionId, moves: &[RebindRecord]) -> Result<(), Refusal> {
+        let terms = self.terms();
         let kept = self.sessions.entry(session).or_default();
         let mut layers = kept.layers.clone();
         for moved in moves {
@@ -172,13 +188,7 @@ impl<D: Device> Preparer<D> {
             layer.region = moved.region;
             layer.placement = moved.placement.clone();
         }
-        let targets = bind_awake(
-            &*self.device,
-            &kept.regions,
-            &layers,
-            &kept.sets,
-            self.executor.hook_epoch(),
-        )?;
+        let targets = bind_awake(&*self.device, &kept.regions, &layers, &kept.sets, terms)?;
         kept.layers = layers;
         kept.targets = Some(Arc::new(targets));
         self.install(session)
@@ -196,7 +206,7 @@ impl<D: Device> Preparer<D> {
     /// Forgets a session; everything it owned is unmapped when this returns.
     pub(super) fn close_session(&mut self, session: SessionId) -> Result<(), Refusal> {
         self.sessions.remove(&session);
-        self.executor.remove(session)?;
+        self.executor.close(session)?;
         self.mappings.retain(|_, mapping| mapping.strong_count() > 0);
         Ok(())
     }
@@ -210,6 +220,10 @@ impl<D: Device> Preparer<D> {
     pub(super) fn inspect(&self) -> Vec<PlanInspection> {
         let targets = self.sessions.values().filter_map(|session| session.targets.as_deref());
         self.tables.inspect(targets.flat_map(|targets| plans::awake(targets).map(|(_, it)| it)))
+    }
+
+    fn terms(&self) -> Terms {
+        Terms { hook_epoch: self.executor.hook_epoch(), launch_bytes_max: self.launch_bytes_max }
     }
 
     fn install(&mut self, session: SessionId) -> Result<(), Refusal> {
@@ -230,14 +244,14 @@ fn bind_awake<D: Device>(
     regions: &Regions<D>,
     layers: &[(LayerRecord, Arc<CompiledTable<D>>)],
     sets: &[SetRecord],
-    hook_epoch: u64,
+    terms: Terms,
 ) -> Result<Targets<D>, Refusal> {
     let (awake, asleep): (Vec<_>, Vec<_>) =
         layers.iter().cloned().partition(|(layer, _)| regions.contains_key(&layer.region));
     let sleeps =
         |set: &SetRecord| asleep.iter().any(|(layer, _)| set.layers.contains(&layer.binding));
     let (sleeping, waking): (Vec<_>, Vec<_>) = sets.iter().cloned().partition(sleeps);
-    let mut targets = bind_all(device, regions, &awake, &waking, hook_epoch)?;
+    let mut targets = bind_all(device, regions, &awake, &waking, terms)?;
     targets.extend(asleep.iter().map(|(layer, _)| (layer.binding, Bound::Asleep)));
     targets.extend(sleeping.iter().map(|set| (set.binding, Bound::Asleep)));
     Ok(targets)

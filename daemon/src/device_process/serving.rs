@@ -2,15 +2,19 @@
 
 use std::os::fd::OwnedFd;
 
-use statecopy_descriptors::{Connection, MESSAGE_BYTES_MAX};
+use statecopy_descriptors::{Connection, Doorbell, MESSAGE_BYTES_MAX};
 use statecopy_kernels::device::Device;
-use statecopy_proto::{Refusal, RefusalCode, SessionId};
+use statecopy_proto::{Incarnation, Refusal, RefusalCode, SessionId};
+use statecopy_session::{Executor as Ring, Identity, LayoutError, Parameters, SessionMemory};
 
 use crate::link::{self, LinkError, Reply, Request};
 use crate::record::{LayerRecord, Progress, RebindRecord, RegistrationRecord, SetRecord};
 
 use super::preparer::Preparer;
 use super::reply;
+
+/// The most descriptors that a request brings.
+const REQUEST_DESCRIPTORS: usize = 3;
 
 /// A request that came in parts and is not complete.
 #[derive(Debug, Default)]
@@ -30,15 +34,14 @@ pub(super) fn serve<D: Device>(
     let mut bytes = vec![0; MESSAGE_BYTES_MAX];
     let mut parts = Parts::default();
     loop {
-        let received = link.receive(&mut bytes, 1)?;
+        let received = link.receive(&mut bytes, REQUEST_DESCRIPTORS)?;
         let message = link::decode::<Request>(&bytes[..received.bytes])?;
-        let descriptor = received.descriptors.into_iter().next();
         let id = message.id;
         if matches!(message.body, Request::Shutdown) {
             preparer.end();
             return reply(link, id, Reply::Done);
         }
-        for answer in answer(link, id, preparer, &mut parts, message.body, descriptor)? {
+        for answer in answer(link, id, preparer, &mut parts, message.body, received.descriptors)? {
             reply(link, id, answer)?;
         }
     }
@@ -50,14 +53,19 @@ fn answer<D: Device>(
     preparer: &mut Preparer<D>,
     parts: &mut Parts,
     request: Request,
-    descriptor: Option<OwnedFd>,
+    descriptors: Vec<OwnedFd>,
 ) -> Result<Vec<Reply>, LinkError> {
     match request {
         Request::Start(_) => Err(LinkError::OutOfTurn("a second start")),
         Request::Shutdown => Ok(Vec::new()),
         Request::ImportRegion { session, region, bytes } => {
-            let descriptor = descriptor.ok_or(LinkError::OutOfTurn("a region without memory"))?;
+            let [descriptor] = exactly(descriptors)?;
             Ok(done(preparer.import_region(session, region, bytes, descriptor)))
+        }
+        Request::OpenSession { session, slots, inline_bytes, resumed } => {
+            let sizes = Parameters::new(slots, inline_bytes);
+            let ring = open_ring(session, sizes, resumed, exactly(descriptors)?)?;
+            Ok(done(preparer.open_session(session, ring.0, ring.1)))
         }
         Request::DropRegion { session, region } => Ok(done(preparer.drop_region(session, region))),
         Request::Register { session, layers, sets, last } => {
@@ -87,6 +95,31 @@ fn answer<D: Device>(
             in_parts(plans?, |plans, last| Reply::Inspected { plans, last })
         }
     }
+}
+
+/// Maps a worker's ring.
+fn open_ring(
+    session: SessionId,
+    sizes: Result<Parameters, LayoutError>,
+    resumed: bool,
+    [memory, executor_bell, worker_bell]: [OwnedFd; 3],
+) -> Result<(Ring, Doorbell), LinkError> {
+    let bell = |fd| Doorbell::from_fd(fd).map_err(|_| LinkError::OutOfTurn("no doorbell"));
+    let broken = |_| LinkError::OutOfTurn("a ring that cannot be mapped");
+    let sizes = sizes.map_err(|_| LinkError::OutOfTurn("sizes that are no ring's"))?;
+    let identity = Identity { incarnation: Incarnation::new([0; 16]), session };
+    let memory = SessionMemory::attach(memory, sizes, identity).map_err(broken)?;
+    let worker_bell = bell(worker_bell)?;
+    let ring = match resumed {
+        false => memory.executor(worker_bell),
+        true => memory.resume_executor(worker_bell).map_err(|_| LinkError::OutOfTurn("a ring"))?,
+    };
+    Ok((ring, bell(executor_bell)?))
+}
+
+fn exactly<const N: usize>(descriptors: Vec<OwnedFd>) -> Result<[OwnedFd; N], LinkError> {
+    let wrong = |_| LinkError::OutOfTurn("a request without its descriptors");
+    descriptors.try_into().map_err(wrong)
 }
 
 fn register<D: Device>(

@@ -9,7 +9,7 @@ use statecopy_proto::{BindingId, Refusal, RefusalCode, RegionId};
 
 use crate::record::LayerRecord;
 
-use super::plans::{CompiledTable, Regions};
+use super::plans::{CompiledTable, Regions, awake};
 
 /// One layer, or the layers of one set, bound to memory under a sealed table.
 #[derive(Debug)]
@@ -21,8 +21,19 @@ pub(super) struct Target<D: Device> {
     pub(super) max_selected: u64,
     pub(super) check_unique: bool,
     pub(super) is_set: bool,
+    /// Rows of one launch: bounded, so that other sessions' copies come in between.
+    pub(super) rows_per_launch: u64,
     /// The executor's count of hook sightings when this was sealed.
     pub(super) hook_epoch: u64,
+}
+
+/// What binding needs to know beside the layers.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Terms {
+    /// The executor's count of hook sightings.
+    pub(super) hook_epoch: u64,
+    /// The most payload bytes of one launch.
+    pub(super) launch_bytes_max: u64,
 }
 
 /// A binding of a session.
@@ -54,13 +65,22 @@ pub(super) struct SessionTable<D: Device> {
     pub(super) targets: Option<Arc<Targets<D>>>,
 }
 
+impl<D: Device> SessionTable<D> {
+    /// The most rows that a request of this session may select.
+    pub(super) fn selected_max(&self) -> usize {
+        let targets = self.targets.iter().flat_map(|targets| awake(targets));
+        let most = targets.map(|(_, target)| target.max_selected).max().unwrap_or(0);
+        usize::try_from(most).unwrap_or(usize::MAX)
+    }
+}
+
 impl<D: Device> Target<D> {
     /// Binds layers of one signature.
     pub(super) fn bind(
         device: &D,
         regions: &Regions<D>,
         layers: &[&(LayerRecord, Arc<CompiledTable<D>>)],
-        hook_epoch: u64,
+        terms: Terms,
     ) -> Result<Self, Refusal> {
         let mut bases = Vec::with_capacity(layers.len());
         let mut placements = Vec::with_capacity(layers.len());
@@ -69,6 +89,8 @@ impl<D: Device> Target<D> {
             placements.push((layer.region, region.allocation(), layer.placement.clone()));
             bases.push((Arc::clone(region), layer.placement.clone()));
         }
+        let payload_bytes =
+            layers.first().map_or(1, |(layer, _)| layer.placement.layout().payload_bytes());
         let table = layers.first().map(|(_, table)| Arc::clone(table)).ok_or_else(nothing)?;
         Ok(Self {
             table,
@@ -77,7 +99,8 @@ impl<D: Device> Target<D> {
             max_selected: layers.iter().map(|(layer, _)| layer.max_selected).min().unwrap_or(0),
             check_unique: layers.iter().any(|(layer, _)| layer.check_unique),
             is_set: false,
-            hook_epoch,
+            rows_per_launch: (terms.launch_bytes_max / payload_bytes).max(1),
+            hook_epoch: terms.hook_epoch,
         })
     }
 

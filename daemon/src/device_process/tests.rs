@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use statecopy_descriptors::{Doorbell, Mapping, SealedMemory};
+use statecopy_descriptors::{Connection, Doorbell, Mapping, SealedMemory};
 use statecopy_kernels::guard::{Door, ServingGuard};
 use statecopy_kernels::host::{HostDevice, HostOptions};
 use statecopy_kernels::layout::CacheLayout;
@@ -14,14 +14,15 @@ use statecopy_proto::{
 };
 use statecopy_session::{
     CopyRequest, FlagSource, Identity, IndexSource, Indices, MonotonicNs, Moved, Packed,
-    Parameters, Progress, SessionMemory, Submitter,
+    Parameters, Progress, SessionMemory, Submitter, layout,
 };
 
 use crate::config::{DeviceKind, DeviceSettings};
 use crate::counters::{Counter, Counters};
+use crate::link::Reply;
 use crate::record::{LayerRecord, PublishedBinding, RebindRecord, RegistrationRecord, SetRecord};
 
-use super::executor::{Executor, ExecutorSettings};
+use super::executor::{self, Setup};
 use super::preparer::Preparer;
 
 const WORKER: SessionId = SessionId(1);
@@ -35,6 +36,7 @@ const PAYLOAD: u64 = 24;
 struct Rig {
     preparer: Preparer<HostDevice>,
     ring: Submitter,
+    supervisor: Connection,
     guard: Arc<ServingGuard>,
     counters: Counters,
     cache: Mapping,
@@ -47,6 +49,8 @@ fn settings() -> DeviceSettings {
         kind: DeviceKind::Host,
         copy_threads: None,
         spin_us: 50,
+        busy_poll: false,
+        executor_cpu: None,
         abort_after_seal: true,
         allowed_preloads: Vec::new(),
         slots: 8,
@@ -70,20 +74,22 @@ impl Rig {
         let (sealed, counters) = Counters::create().unwrap();
         let guard = Arc::new(ServingGuard::new(true));
         let device = Arc::new(HostDevice::open(HostOptions::new(Arc::clone(&guard))).unwrap());
-        let executor = Executor::start(
-            &*device,
-            session.executor(answers),
-            executor_bell,
-            Counters::open(&sealed).unwrap(),
-            Arc::clone(&guard),
-            ExecutorSettings::of(&settings()),
-        )
-        .unwrap();
-        let mut preparer = Preparer::new(device, Arc::clone(&guard), executor);
+        let (link, supervisor) = Connection::pair().unwrap();
+        let setup = Setup {
+            ring: session.executor(answers),
+            bell: executor_bell,
+            counters: Counters::open(&sealed).unwrap(),
+            guard: Arc::clone(&guard),
+            link: Arc::new(link),
+            settings: settings(),
+        };
+        let launch_bytes_max = setup.settings.launch_bytes_max;
+        let executor = executor::start(&*device, setup).unwrap();
+        let mut preparer = Preparer::new(device, Arc::clone(&guard), executor, launch_bytes_max);
         let ((cache_fd, cache), (packed_fd, packed)) = (memory(), memory());
         preparer.import_region(WORKER, CACHE, REGION_BYTES, cache_fd).unwrap();
         preparer.import_region(WORKER, PACKED, REGION_BYTES, packed_fd).unwrap();
-        Self { preparer, ring, guard, counters, cache, packed, published: Vec::new() }
+        Self { preparer, ring, supervisor, guard, counters, cache, packed, published: Vec::new() }
     }
 
     /// Two FP32 layers side by side in every page, and a set of both.
@@ -365,6 +371,58 @@ fn sleep_and_wake_need_no_new_prepare_and_other_signatures_are_refused() {
     assert!(rig.run(&rig.gather(3, &[1]), &[1]).is_ok());
     assert_eq!(rig.word(&rig.packed, 0), 0x7777_7777, "it reads the new memory");
     assert_eq!(rig.guard.entries(Door::Compiler), compiled, "nothing was prepared again");
+}
+
+/// A second worker with a ring of its own.
+fn open_ring(rig: &mut Rig, session: SessionId) -> (SessionMemory, Submitter) {
+    let identity = Identity { incarnation: Incarnation::new([7; 16]), session };
+    let parameters = Parameters::for_rows(8, 64).unwrap();
+    let (_sealed, memory) = SessionMemory::create(parameters, identity).unwrap();
+    let bell = Doorbell::create().unwrap();
+    let submitter = memory.submitter(bell.try_clone().unwrap());
+    let executor = memory.executor(Doorbell::create().unwrap());
+    rig.preparer.open_session(session, executor, bell).unwrap();
+    (memory, submitter)
+}
+
+#[test]
+fn a_workers_ring_speaks_for_its_own_session_only() {
+    let mut rig = Rig::registered();
+    let (_memory, ring) = open_ring(&mut rig, SessionId(2));
+    let mut request = rig.gather(1, &[0]);
+    request.deadline = MonotonicNs(1_000_000_000);
+    let supervisors = std::mem::replace(&mut rig.ring, ring);
+    assert_eq!(rig.run(&request, &[0]), Err(RefusalCode::SessionUnknown), "session 1 is another's");
+    rig.ring = supervisors;
+    let (_memory, ring) = open_ring(&mut rig, WORKER);
+    rig.preparer.register(WORKER, registration(), &mut |_| {}).unwrap();
+    rig.ring = ring;
+    assert_eq!(
+        rig.run(&CopyRequest { session: SessionId(9), ..request }, &[0]).unwrap().rows_copied,
+        1
+    );
+}
+
+#[test]
+fn a_broken_ring_is_told_once_and_the_others_are_served() {
+    let mut rig = Rig::registered();
+    let (memory, mut ring) = open_ring(&mut rig, SessionId(2));
+    let submitted = memory.mapping().atomic_u64(layout::SUBMITTED).unwrap();
+    submitted.store(1_000, crate::sync::Ordering::Release);
+    // Whatever wakes the executor: it looks at every ring.
+    let request = rig.gather(1, &[0]);
+    assert!(rig.run(&request, &[0]).is_ok());
+    rig.supervisor.set_timeout(Some(Duration::from_secs(10))).unwrap();
+    let mut bytes = vec![0; 4096];
+    let received = rig.supervisor.receive(&mut bytes, 0).unwrap();
+    let news = crate::link::decode::<Reply>(&bytes[..received.bytes]).unwrap();
+    assert_eq!(news.id, 0);
+    assert!(matches!(news.body, Reply::RingBroken { session: SessionId(2), .. }), "{news:?}");
+    assert_eq!(rig.counters.get(Counter::RingsBroken), 1);
+    assert!(rig.run(&request, &[0]).is_ok());
+    assert_eq!(rig.counters.get(Counter::RingsBroken), 1, "told once");
+    assert!(ring.try_submit(&request, &0_i32.to_ne_bytes(), &[]).is_ok());
+    rig.preparer.close_session(SessionId(2)).unwrap();
 }
 
 #[test]

@@ -233,6 +233,10 @@ impl Keeper {
     }
 
     fn hear(&mut self, (id, reply): (u64, Reply)) -> Result<(), LinkError> {
+        if let Reply::RingBroken { session, reason } = reply {
+            warn!(%session, reason, "A worker's ring makes no sense any more");
+            return Ok(());
+        }
         let Some(call) = self.calls.front_mut().filter(|call| call.sent && call.id == id) else {
             return Err(LinkError::OutOfTurn("an answer that nobody waits for"));
         };

@@ -134,7 +134,7 @@ pub(crate) fn device_status(device: &DeviceHandle, plans: &[PlanInspection]) -> 
     let state = device.state().borrow().clone();
     let counters = Counter::all().map(|counter| v1::Counter {
         name: counter.name().to_owned(),
-        label: counter.label().1.to_owned(),
+        label: counter.label().map_or_else(String::new, |(_, value)| value.to_owned()),
         value: device.counters().get(counter),
     });
     v1::DeviceStatus {

@@ -15,6 +15,7 @@
 #![deny(unsafe_code)]
 
 mod doorbell;
+mod doorbell_set;
 mod limits;
 mod mapping;
 mod memory;
@@ -26,6 +27,7 @@ mod seqpacket;
 pub mod asynchronous;
 
 pub use doorbell::{Doorbell, DoorbellError, wait_any};
+pub use doorbell_set::DoorbellSet;
 pub use limits::{DescriptorLimit, raise_descriptor_limit};
 pub use mapping::{Mapping, OutOfMapping};
 pub use memory::{AllocationId, MemoryError, SealedMemory, file_bytes};

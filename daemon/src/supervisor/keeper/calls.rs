@@ -114,6 +114,7 @@ impl Call {
                 self.heard.plans.extend(plans?);
                 Ok(if last { Outcome::Final } else { Outcome::More })
             }
+            Reply::RingBroken { .. } => Err(LinkError::OutOfTurn("news as an answer")),
             Reply::Ready(_) => Err(LinkError::OutOfTurn("it was ready before")),
         }
     }

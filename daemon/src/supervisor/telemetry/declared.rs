@@ -148,9 +148,14 @@ pub(crate) const ENTRIES_WHILE_SERVING: Metric = counter(
     Unit::Count,
     "The same between a seal and the next registration: 0, or something is wrong.",
 );
+pub(crate) const RINGS_BROKEN: Metric = counter(
+    "statecopy_rings_broken_total",
+    Unit::Count,
+    "Rings of workers whose words made no sense: their sessions were ended.",
+);
 
 /// All of them.
-pub(crate) const METRICS: [Metric; 28] = [
+pub(crate) const METRICS: [Metric; 29] = [
     BUILD_INFO,
     UPTIME,
     READY,
@@ -179,4 +184,5 @@ pub(crate) const METRICS: [Metric; 28] = [
     LAUNCHES,
     ENTRIES,
     ENTRIES_WHILE_SERVING,
+    RINGS_BROKEN,
 ];

@@ -206,8 +206,8 @@ impl DeviceMetrics {
         let labels = [("device", uuid.as_str())];
         let counters = DeviceCounter::all().filter_map(|counter| {
             let metric = METRICS.iter().find(|metric| metric.name == counter.name())?;
-            let (label, value) = counter.label();
-            let labels = [("device", uuid.as_str()), (label, value)];
+            let mut labels = vec![("device", uuid.as_str())];
+            labels.extend(counter.label());
             Some((counter, registry.counter(metric, &labels)))
         });
         Self {

@@ -1,0 +1,212 @@
+//! One ring and the copy that runs for it: where a submitter is served.
+//!
+//! ```text
+//! idle ──take, check──> running ──last part done──> idle
+//!   └──refuse──> idle
+//! ```
+//!
+//! * *take, check*: the request was held against its sealed plan and accepted; it holds its own hold on everything it uses.
+//! * *refuse*: answered at once, nothing moved.
+//! * *last part done*: answered. Requests of one ring run one after the other, in the order submitted.
+//!
+//! A ring whose words make no sense is dead: it is never read again, and its session is told to end.
+
+use statecopy_kernels::device::Device;
+use statecopy_proto::{RefusalCode, SessionId};
+use statecopy_session::{
+    Answer, CopyRequest, Executor as Ring, Fault, MonotonicNs, RingBroken, Taken,
+};
+
+use crate::counters::{Counter, Counters};
+
+use super::copying::{Copied, Inline, Progress, Running};
+use super::sessions::Sessions;
+
+/// Whose requests a ring may carry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Scope {
+    /// The supervisor's own: any session, as the descriptor says.
+    Supervisor,
+    /// A worker's: this session, whatever the descriptor says.
+    Session(SessionId),
+}
+
+/// What a turn did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Turn {
+    /// There was nothing to do.
+    Idle,
+    /// A copy waits for the device.
+    Waiting,
+    /// Something moved on.
+    Progressed,
+}
+
+/// A request under way.
+#[derive(Debug)]
+struct Job<D: Device> {
+    taken: Taken,
+    request: CopyRequest,
+    session: SessionId,
+    begun: MonotonicNs,
+    running: Running<D>,
+}
+
+/// One ring and the copy that runs for it.
+#[derive(Debug)]
+pub(super) struct Station<D: Device> {
+    scope: Scope,
+    ring: Ring,
+    inline: Inline,
+    job: Option<Job<D>>,
+    broken: bool,
+}
+
+impl<D: Device> Station<D> {
+    pub(super) fn new(scope: Scope, ring: Ring, inline: Inline) -> Self {
+        Self { scope, ring, inline, job: None, broken: false }
+    }
+
+    pub(super) fn scope(&self) -> Scope {
+        self.scope
+    }
+
+    /// Whether requests of that session may come in here.
+    pub(super) fn serves(&self, session: SessionId) -> bool {
+        self.scope == Scope::Supervisor || self.scope == Scope::Session(session)
+    }
+
+    /// Whether a copy of that session runs here.
+    pub(super) fn works_for(&self, session: SessionId) -> bool {
+        self.job.as_ref().is_some_and(|job| job.session == session)
+    }
+
+    /// Takes new buffers for inline indices and flags; gives the old ones back.
+    pub(super) fn fit(&mut self, inline: Inline) -> Inline {
+        std::mem::replace(&mut self.inline, inline)
+    }
+
+    /// Does one bounded thing: takes a request, or moves the running one on by one launch.
+    ///
+    /// # Errors
+    /// The ring makes no sense from now on. Said once; then it is idle for ever.
+    pub(super) fn turn(
+        &mut self,
+        launcher: &mut D::Launcher,
+        sessions: &Sessions<D>,
+        counters: &Counters,
+    ) -> Result<Turn, RingBroken> {
+        if self.job.is_none() && !self.begin(sessions, launcher, counters)? {
+            return Ok(Turn::Idle);
+        }
+        let Some(job) = &mut self.job else { return Ok(Turn::Progressed) };
+        Ok(match job.running.step(launcher, &self.inline, &job.request) {
+            Ok(Progress::Waiting) => Turn::Waiting,
+            Ok(Progress::Launched) => Turn::Progressed,
+            Ok(Progress::Done(copied)) => {
+                self.finish(Ok(copied), counters);
+                Turn::Progressed
+            }
+            Err(fault) => {
+                self.finish(Err(fault), counters);
+                panic!("The device failed under a copy");
+            }
+        })
+    }
+
+    /// Takes a request, and answers it at once if it is refused. False: there was none.
+    fn begin(
+        &mut self,
+        sessions: &Sessions<D>,
+        launcher: &D::Launcher,
+        counters: &Counters,
+    ) -> Result<bool, RingBroken> {
+        if self.broken {
+            return Ok(false);
+        }
+        let taken = match self.ring.take() {
+            Ok(Some(taken)) => taken,
+            Ok(None) => return Ok(false),
+            Err(broken) => {
+                self.broken = true;
+                return Err(broken);
+            }
+        };
+        let begun = MonotonicNs::now();
+        match self.check(&taken, begun, sessions, launcher) {
+            Ok(job) => self.job = Some(job),
+            Err(fault) => {
+                counters.add(Counter::Refusals(fault.code), 1);
+                self.answer(&taken, Err(fault), begun);
+            }
+        }
+        Ok(true)
+    }
+
+    fn check(
+        &mut self,
+        taken: &Taken,
+        begun: MonotonicNs,
+        sessions: &Sessions<D>,
+        launcher: &D::Launcher,
+    ) -> Result<Job<D>, Fault> {
+        let mut request = taken.descriptor.parse()?;
+        let session = match self.scope {
+            Scope::Supervisor => request.session,
+            Scope::Session(session) => {
+                // A worker need not share this machine's clock: its deadline is a duration from now.
+                request.deadline = MonotonicNs(begun.0.saturating_add(request.deadline.0));
+                request.submitted_at = begun;
+                session
+            }
+        };
+        let hook_epoch = sessions.look_for_hooks(launcher);
+        let table = sessions.table(session);
+        let running = Running::check(table, &request, hook_epoch, begun)?;
+        let ranges = request.inline_ranges(self.ring.parameters().inline_bytes())?;
+        self.inline.fill(&self.ring, taken.sequence, &request, &ranges);
+        running.check_unique(&request, &mut self.inline, &ranges)?;
+        self.ring.accept(taken.sequence);
+        Ok(Job { taken: *taken, request, session, begun, running })
+    }
+
+    fn finish(&mut self, result: Result<Copied, Fault>, counters: &Counters) {
+        let Some(job) = self.job.take() else { return };
+        match &result {
+            Ok(copied) => {
+                let direction = job.request.direction;
+                counters.add(Counter::Copies(direction), 1);
+                counters.add(Counter::RowsCopied(direction), copied.moved.rows_copied);
+                counters.add(Counter::RowsMasked(direction), copied.moved.rows_masked);
+                counters.add(Counter::BytesCopied(direction), copied.bytes);
+                let nanoseconds = MonotonicNs::now().since(job.begun).as_nanos();
+                let nanoseconds = u64::try_from(nanoseconds).unwrap_or(u64::MAX);
+                counters.add(Counter::ExecutorNanoseconds(direction), nanoseconds);
+                counters.add(Counter::Launches(copied.variant), copied.launches);
+            }
+            Err(_) => counters.add(Counter::Refusals(RefusalCode::DeviceLost), 1),
+        }
+        self.answer(&job.taken, result.map(|copied| copied.moved), job.begun);
+    }
+
+    fn answer(
+        &mut self,
+        taken: &Taken,
+        result: Result<statecopy_session::Moved, Fault>,
+        begun: MonotonicNs,
+    ) {
+        let nanoseconds = MonotonicNs::now().since(begun).as_nanos();
+        let executor_ns = u64::try_from(nanoseconds).unwrap_or(u64::MAX);
+        self.ring.answer(taken.sequence, &Answer { result, executor_ns });
+    }
+
+    /// Says that the executor is about to sleep; false if there is something to do first.
+    pub(super) fn prepare_sleep(&mut self) -> bool {
+        self.job.is_none() && self.ring.prepare_sleep()
+    }
+
+    /// Says that the executor is awake.
+    pub(super) fn cancel_sleep(&mut self) {
+        self.ring.cancel_sleep();
+    }
+}
