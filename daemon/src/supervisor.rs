@@ -11,6 +11,7 @@ mod drain;
 pub mod keeper;
 mod message;
 mod peer;
+mod placed;
 mod random;
 mod readiness;
 mod registering;
@@ -27,6 +28,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::process::{Resource, getrlimit};
 use statecopy_descriptors::Listener;
 use statecopy_proto::{Incarnation, Refusal};
 use tokio::net::{TcpListener, UnixListener};
@@ -39,12 +41,15 @@ use tonic_health::server::{HealthReporter, HealthService};
 use self::control::{Control, Parts};
 use self::device::DeviceHandle;
 use self::runtime_directory::RuntimeDirectory;
+use self::sessions::DescriptorRoom;
 use self::telemetry::metrics::Metrics;
 use crate::config::{ConfigError, DeviceSettings, HttpAddress, SelfProgram, Settings};
 
 pub use self::runtime_directory::RuntimeDirectoryError;
 pub(crate) use self::telemetry::logging;
 
+/// Descriptors kept for what is no session: scrapes, operators' commands, the next device process.
+const DESCRIPTORS_SPARE: u64 = 16;
 /// How often recorded durations are folded into their buckets.
 const UPKEEP_EVERY: Duration = Duration::from_secs(30);
 /// How long connections may take to end after everything is answered.
@@ -145,6 +150,8 @@ where
     let mut bytes = [0; 16];
     random::fill(&mut bytes).map_err(system("get random bytes"))?;
     let incarnation = Incarnation::new(bytes);
+    // Bound before a device is touched: what cannot be served is known at once. Whoever connects meanwhile waits.
+    let bound = Bound::bind(&settings, &directory).await?;
     let mut devices = Vec::with_capacity(settings.devices.len());
     let mut keepers = Vec::with_capacity(settings.devices.len());
     for kind in &settings.devices {
@@ -157,7 +164,6 @@ where
         devices.push(device);
         keepers.push(keeper);
     }
-    let bound = Bound::bind(&settings, &directory).await?;
     let metrics = Metrics::new(&devices)
         .map_err(|error| system("declare the metrics")(io::Error::other(error)))?;
     let control = Arc::new(Control::new(Parts {
@@ -165,6 +171,7 @@ where
         own_uid: rustix::process::geteuid().as_raw(),
         devices,
         metrics,
+        descriptors: descriptor_room().map_err(system("count open files"))?,
         descriptor_socket: directory.descriptor_socket(),
         http_address: bound.http_address.clone(),
         settings,
@@ -181,14 +188,20 @@ where
     let servers = start_tasks(&control, bound)?;
     let outcome = supervise(&control, servers, &mut signals).await;
     control.stopped.cancel();
-    if matches!(outcome, Ok(Outcome::Drained)) {
+    if !matches!(outcome, Ok(Outcome::Cut)) {
         for keeper in keepers {
-            // Its device process has ended; a keeper that has not is cut off with the runtime.
+            // A keeper that has not ended is cut off with the runtime, and its device process ends with this one.
             let _ = tokio::time::timeout(CONNECTIONS_END_MAX, keeper).await;
         }
     }
-    drop(directory);
     outcome
+}
+
+/// How many descriptors the limit of open files leaves for sessions, beside those that are open now.
+fn descriptor_room() -> io::Result<DescriptorRoom> {
+    let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let open = std::fs::read_dir("/proc/self/fd")?.count() as u64;
+    Ok(DescriptorRoom { limit, room: limit.saturating_sub(open + DESCRIPTORS_SPARE) })
 }
 
 /// What listens.

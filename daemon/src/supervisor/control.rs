@@ -12,13 +12,15 @@ use tokio_util::task::TaskTracker;
 use super::device::DeviceHandle;
 use super::message;
 use super::peer::{AllowedUsers, Caller};
-use super::sessions::{Grant, Sessions};
+use super::sessions::{DescriptorRoom, Grant, Sessions};
 use super::telemetry::metrics::{Metrics, Snapshot};
 use super::telemetry::rate_limit::TokenBucket;
 use crate::config::Settings;
 
-/// Log lines about bad requests: so many at once, and so many a second.
-const BAD_REQUEST_LINES: (u32, u32) = (20, 5);
+/// Log lines about bad requests, and about sessions that come and go: so many at once.
+const LINES_AT_ONCE: u32 = 20;
+/// And so many a second.
+const LINES_A_SECOND: u32 = 5;
 
 /// What every task of the supervisor shares. Settings and devices do not change; the rest takes care of itself.
 #[derive(Debug)]
@@ -46,6 +48,7 @@ pub(crate) struct Control {
     requests: Arc<Semaphore>,
     started: Instant,
     bad_request_lines: Mutex<TokenBucket>,
+    session_lines: Mutex<TokenBucket>,
 }
 
 /// What [`Control`] is made of.
@@ -56,6 +59,7 @@ pub(crate) struct Parts {
     pub(crate) own_uid: u32,
     pub(crate) devices: Vec<DeviceHandle>,
     pub(crate) metrics: Metrics,
+    pub(crate) descriptors: DescriptorRoom,
     pub(crate) descriptor_socket: PathBuf,
     pub(crate) http_address: String,
 }
@@ -65,12 +69,12 @@ impl Control {
     pub(crate) fn new(parts: Parts) -> Self {
         let now = Instant::now();
         let settings = parts.settings;
-        let (burst, per_second) = BAD_REQUEST_LINES;
+        let lines = || Mutex::new(TokenBucket::new(LINES_AT_ONCE, LINES_A_SECOND, now));
         Self {
             incarnation: parts.incarnation,
             users: AllowedUsers::new(parts.own_uid, settings.allow_uids.clone()),
             devices: parts.devices,
-            sessions: Sessions::new(parts.incarnation, settings.limits.clone()),
+            sessions: Sessions::new(parts.incarnation, settings.limits.clone(), parts.descriptors),
             metrics: parts.metrics,
             tasks: TaskTracker::new(),
             draining: CancellationToken::new(),
@@ -81,7 +85,8 @@ impl Control {
             http_address: parts.http_address,
             requests: Arc::new(Semaphore::new(settings.limits.requests_pending_max as usize)),
             started: now,
-            bad_request_lines: Mutex::new(TokenBucket::new(burst, per_second, now)),
+            bad_request_lines: lines(),
+            session_lines: lines(),
             settings,
         }
     }
@@ -189,21 +194,29 @@ impl Control {
     /// Counts a refusal, and logs it unless there were too many.
     pub(crate) fn refused(&self, what: &'static str, refusal: &Refusal) {
         self.metrics.refused(refusal.code());
-        let taken = {
-            let mut lines = self.bad_request_lines.lock().unwrap_or_else(PoisonError::into_inner);
-            lines.take(Instant::now())
-        };
-        match taken {
-            Some(suppressed) => tracing::warn!(
+        if let Some(suppressed) = self.take_line(&self.bad_request_lines) {
+            tracing::warn!(
                 what,
                 code = refusal.code().label(),
                 subject = %refusal.subject().escape_debug(),
                 suppressed,
                 "refused: {}",
                 refusal.sentence().escape_debug()
-            ),
-            None => self.metrics.log_line_suppressed(),
+            );
         }
+    }
+
+    /// Whether a session's coming or going may be logged now, and how many were not since the last one.
+    pub(crate) fn session_line(&self) -> Option<u64> {
+        self.take_line(&self.session_lines)
+    }
+
+    fn take_line(&self, lines: &Mutex<TokenBucket>) -> Option<u64> {
+        let taken = lines.lock().unwrap_or_else(PoisonError::into_inner).take(Instant::now());
+        if taken.is_none() {
+            self.metrics.log_line_suppressed();
+        }
+        taken
     }
 
     /// Sends an event to every session that it concerns.

@@ -14,7 +14,7 @@
 //! of that kind.
 //!
 //! A socket left behind by a dead daemon is replaced, because only the holder of the lock comes so far. A clean end
-//! leaves nothing in the directory.
+//! leaves nothing in the directory; where a device process still lives, its lock stays until it is gone.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -75,15 +75,31 @@ pub enum RuntimeDirectoryError {
 
 type Result<T> = std::result::Result<T, RuntimeDirectoryError>;
 
-/// The directory, held by its lock. What was made in it is taken away when this is dropped.
+/// The directory, held by its lock. What was made in it is taken away when this is dropped: the order of the fields is
+/// the order of the end.
 #[derive(Debug)]
 pub(crate) struct RuntimeDirectory {
-    path: PathBuf,
-    /// The directory itself: files are reached from here, whatever becomes of its path.
-    directory: OwnedFd,
+    /// Taken away while the lock is held.
+    sockets: Sockets,
     lock: Arc<OwnedFd>,
+    /// Taken away by whoever can take the lock once more.
+    _lock_file: LockFile,
     shared: bool,
 }
+
+/// The directory itself.
+#[derive(Debug)]
+struct Place {
+    path: PathBuf,
+    /// Files are reached from here, whatever becomes of the path.
+    directory: OwnedFd,
+}
+
+#[derive(Debug)]
+struct Sockets(Arc<Place>);
+
+#[derive(Debug)]
+struct LockFile(Arc<Place>);
 
 impl RuntimeDirectory {
     /// Makes the directory if it is missing, checks it, and takes its lock. `shared`: whether other users may connect.
@@ -111,12 +127,13 @@ impl RuntimeDirectory {
         if mode(&stat).intersects(Mode::WGRP | Mode::WOTH) {
             return Err(refused(path, "may be written by its group or by others"));
         }
-        let lock = Arc::new(take_lock(&directory, path)?);
+        let place = Arc::new(Place { path: path.to_owned(), directory });
+        let lock = Arc::new(place.take_lock()?);
         if shared {
             let entering = Mode::RWXU | Mode::XGRP | Mode::XOTH;
-            fchmod(&directory, entering).map_err(system(path, "let other users enter"))?;
+            fchmod(&place.directory, entering).map_err(system(path, "let other users enter"))?;
         }
-        Ok(Self { path: path.to_owned(), directory, lock, shared })
+        Ok(Self { sockets: Sockets(Arc::clone(&place)), lock, _lock_file: LockFile(place), shared })
     }
 
     /// The lock, for the device processes to inherit.
@@ -126,12 +143,12 @@ impl RuntimeDirectory {
 
     /// Where gRPC is served.
     pub(crate) fn control_socket(&self) -> PathBuf {
-        self.path.join(CONTROL_SOCKET)
+        self.sockets.0.path.join(CONTROL_SOCKET)
     }
 
     /// Where descriptors are passed.
     pub(crate) fn descriptor_socket(&self) -> PathBuf {
-        self.path.join(DESCRIPTOR_SOCKET)
+        self.sockets.0.path.join(DESCRIPTOR_SOCKET)
     }
 
     /// Binds the control socket, over a stale one.
@@ -148,8 +165,8 @@ impl RuntimeDirectory {
     }
 
     fn bind<L>(&self, name: &str, bind: impl FnOnce(&Path) -> io::Result<L>) -> Result<L> {
-        let path = self.path.join(name);
-        self.remove_stale(name, &path)?;
+        let path = self.sockets.0.path.join(name);
+        self.sockets.0.remove_stale(name, &path)?;
         let listener = bind(&path).map_err(|source| RuntimeDirectoryError::System {
             path: path.clone(),
             action: "bind the socket",
@@ -160,6 +177,42 @@ impl RuntimeDirectory {
         // Nobody else can put another file at this path: the directory is this user's alone.
         chmod(&path, access).map_err(system(&path, "set the socket's mode"))?;
         Ok(listener)
+    }
+}
+
+impl Place {
+    /// Opens and locks the lock file, and makes sure that its path still names it.
+    fn take_lock(&self) -> Result<OwnedFd> {
+        let path = self.path.join(LOCK);
+        let flags =
+            OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
+        for _ in 0..LOCK_ATTEMPTS {
+            let lock = match openat(&self.directory, LOCK, flags, Mode::RUSR | Mode::WUSR) {
+                Ok(lock) => lock,
+                Err(Errno::LOOP) => return Err(refused(&path, "is a symbolic link")),
+                Err(Errno::NXIO | Errno::ISDIR) => {
+                    return Err(refused(&path, "is no regular file"));
+                }
+                Err(errno) => return Err(system(&path, "open the lock")(errno)),
+            };
+            let stat = fstat(&lock).map_err(system(&path, "look at the lock"))?;
+            check_file(&path, &stat, FileType::RegularFile, "is no regular file")?;
+            match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+                Ok(()) => {}
+                Err(Errno::WOULDBLOCK) => {
+                    let directory = self.path.clone();
+                    return Err(RuntimeDirectoryError::AlreadyRunning { directory });
+                }
+                Err(errno) => return Err(system(&path, "take the lock")(errno)),
+            }
+            // A daemon that ended in between took the file away: the lock is on a file that nobody else will find.
+            if let Ok(named) = statat(&self.directory, LOCK, AtFlags::SYMLINK_NOFOLLOW)
+                && (named.st_dev, named.st_ino) == (stat.st_dev, stat.st_ino)
+            {
+                return Ok(lock);
+            }
+        }
+        Err(refused(&path, "is replaced again and again"))
     }
 
     /// Takes a dead daemon's socket away. The lock is held, so no live daemon listens on it.
@@ -173,58 +226,33 @@ impl RuntimeDirectory {
         unlinkat(&self.directory, name, AtFlags::empty())
             .map_err(system(path, "take the stale socket away"))
     }
+
+    /// Takes a file of ours away.
+    fn remove(&self, name: &str, kind: FileType) {
+        let ours = statat(&self.directory, name, AtFlags::SYMLINK_NOFOLLOW)
+            .is_ok_and(|stat| check_file(&self.path, &stat, kind, "").is_ok());
+        if ours && let Err(errno) = unlinkat(&self.directory, name, AtFlags::empty()) {
+            tracing::warn!(name, %errno, "a file was left in the runtime directory");
+        }
+    }
 }
 
-impl Drop for RuntimeDirectory {
+impl Drop for Sockets {
     fn drop(&mut self) {
-        // The lock's file goes last: until then no other daemon starts. It goes while it is locked, so that whoever waits
-        // for it finds its path gone and takes the next one.
-        for (name, kind) in [
-            (CONTROL_SOCKET, FileType::Socket),
-            (DESCRIPTOR_SOCKET, FileType::Socket),
-            (LOCK, FileType::RegularFile),
-        ] {
-            let ours = statat(&self.directory, name, AtFlags::SYMLINK_NOFOLLOW)
-                .is_ok_and(|stat| check_file(&self.path, &stat, kind, "").is_ok());
-            if ours && let Err(errno) = unlinkat(&self.directory, name, AtFlags::empty()) {
-                tracing::warn!(name, %errno, "a file was left in the runtime directory");
-            }
-        }
+        self.0.remove(CONTROL_SOCKET, FileType::Socket);
+        self.0.remove(DESCRIPTOR_SOCKET, FileType::Socket);
     }
 }
 
-/// Opens and locks the lock file, and makes sure that its path still names it.
-fn take_lock(directory: &OwnedFd, path: &Path) -> Result<OwnedFd> {
-    let lock_path = path.join(LOCK);
-    let flags =
-        OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
-    for _ in 0..LOCK_ATTEMPTS {
-        let lock = match openat(directory, LOCK, flags, Mode::RUSR | Mode::WUSR) {
-            Ok(lock) => lock,
-            Err(Errno::LOOP) => return Err(refused(&lock_path, "is a symbolic link")),
-            Err(Errno::NXIO | Errno::ISDIR) => {
-                return Err(refused(&lock_path, "is no regular file"));
-            }
-            Err(errno) => return Err(system(&lock_path, "open the lock")(errno)),
-        };
-        let stat = fstat(&lock).map_err(system(&lock_path, "look at the lock"))?;
-        check_file(&lock_path, &stat, FileType::RegularFile, "is no regular file")?;
-        match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {}
-            Err(Errno::WOULDBLOCK) => {
-                let directory = path.to_owned();
-                return Err(RuntimeDirectoryError::AlreadyRunning { directory });
-            }
-            Err(errno) => return Err(system(&lock_path, "take the lock")(errno)),
-        }
-        // A daemon that ended in between took the file away: the lock is on a file that nobody else will find.
-        if let Ok(named) = statat(directory, LOCK, AtFlags::SYMLINK_NOFOLLOW)
-            && (named.st_dev, named.st_ino) == (stat.st_dev, stat.st_ino)
-        {
-            return Ok(lock);
+impl Drop for LockFile {
+    fn drop(&mut self) {
+        // A device process may still hold the lock by the descriptor that it inherited. Then the file stays, and with it the
+        // lock: whoever took it away now would let the next daemon start beside that process. Who can take the lock once
+        // more is alone. The file goes while it is locked: whoever waits for it finds its path gone and makes a new one.
+        if let Ok(_alone) = self.0.take_lock() {
+            self.0.remove(LOCK, FileType::RegularFile);
         }
     }
-    Err(refused(&lock_path, "is replaced again and again"))
 }
 
 /// Refuses what is not this user's own file of that kind.

@@ -39,6 +39,35 @@ pub(crate) use self::state::EndReason;
 /// Events that a session's stream holds before the client must read. A client that falls behind loses its stream.
 const EVENTS_HELD: usize = 16;
 
+/// Descriptors that a session costs by itself: two connections and its worker's pidfd.
+const DESCRIPTORS_A_SESSION: u64 = 3;
+
+/// How many descriptors sessions may hold together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct DescriptorRoom {
+    /// RLIMIT_NOFILE.
+    pub(crate) limit: u64,
+    /// What it leaves for sessions.
+    pub(crate) room: u64,
+}
+
+impl DescriptorRoom {
+    /// Refuses more than there is room for.
+    fn check(self, wanted: u64) -> Result<(), Refusal> {
+        let Self { limit, room } = self;
+        if wanted <= room {
+            return Ok(());
+        }
+        let sentence = format!(
+            "Sessions would hold {wanted} descriptors; the daemon's limit of open files \
+             (RLIMIT_NOFILE = {limit}) leaves {room} for them"
+        );
+        Err(Refusal::new(RefusalCode::QuotaExceeded, sentence)
+            .about("RLIMIT_NOFILE")
+            .remedied_by("Close sessions, or start the daemon with a higher limit of open files."))
+    }
+}
+
 /// One item of a session's event stream.
 pub(crate) type EventItem = Result<v1::Event, Status>;
 
@@ -92,6 +121,7 @@ pub(crate) struct Totals {
 pub(crate) struct Sessions {
     incarnation: Incarnation,
     limits: Limits,
+    descriptors: DescriptorRoom,
     table: Mutex<Table>,
 }
 
@@ -104,9 +134,23 @@ struct Table {
     closed: bool,
 }
 
+impl Table {
+    fn descriptors_held(&self) -> u64 {
+        let held = self.sessions.values().map(|session| {
+            let regions = session.regions.len() as u64;
+            DESCRIPTORS_A_SESSION + regions + u64::from(session.descriptors_pending)
+        });
+        held.sum()
+    }
+}
+
 impl Sessions {
     /// An empty table.
-    pub(crate) fn new(incarnation: Incarnation, limits: Limits) -> Self {
+    pub(crate) fn new(
+        incarnation: Incarnation,
+        limits: Limits,
+        descriptors: DescriptorRoom,
+    ) -> Self {
         let table = Table {
             sessions: BTreeMap::new(),
             next_session: 1,
@@ -114,13 +158,13 @@ impl Sessions {
             next_binding: 1,
             closed: false,
         };
-        Self { incarnation, limits, table: Mutex::new(table) }
+        Self { incarnation, limits, descriptors, table: Mutex::new(table) }
     }
 
     /// Opens a session.
     ///
     /// # Errors
-    /// QUOTA_EXCEEDED at `limits.sessions_max`, DRAINING once the table is closed.
+    /// QUOTA_EXCEEDED at `limits.sessions_max` and where no descriptors are left, DRAINING once the table is closed.
     pub(crate) fn open(&self, opening: Opening) -> Result<Grant, Refusal> {
         let mut table = self.lock();
         if table.closed {
@@ -128,6 +172,7 @@ impl Sessions {
         }
         let open = table.sessions.len() as u64;
         within("sessions", "limits.sessions_max", open + 1, self.limits.sessions_max.into())?;
+        self.descriptors.check(table.descriptors_held() + DESCRIPTORS_A_SESSION)?;
         let id = SessionId(table.next_session);
         table.next_session += 1;
         let session = Session::new(opening);
@@ -240,7 +285,7 @@ impl Sessions {
     /// Adds descriptors that wait under a tag, and says how many wait there now.
     ///
     /// # Errors
-    /// QUOTA_EXCEEDED at `limits.descriptors_pending_max`; none is kept then.
+    /// QUOTA_EXCEEDED at `limits.descriptors_pending_max` and where the daemon can hold no more; none is kept then.
     pub(crate) fn add_descriptors(
         &self,
         id: SessionId,
@@ -248,6 +293,8 @@ impl Sessions {
         descriptors: Vec<OwnedFd>,
     ) -> Result<u32, Refusal> {
         let max = self.limits.descriptors_pending_max;
+        let held = self.lock().descriptors_held();
+        self.descriptors.check(held + descriptors.len() as u64)?;
         self.with(id, |session| session.add_descriptors(tag, descriptors, max))
     }
 

@@ -42,32 +42,31 @@ fn other_users_may_connect_where_they_are_allowed() {
 }
 
 #[test]
-fn a_second_daemon_is_refused_while_the_lock_is_held_and_starts_afterwards() {
+fn a_second_daemon_is_refused_while_the_first_one_lives() {
     let (_parent, path) = fresh();
     let first = RuntimeDirectory::open(&path, false).unwrap();
     let _control = first.bind_control(bind).unwrap();
     let error = RuntimeDirectory::open(&path, false).unwrap_err();
     assert!(matches!(error, RuntimeDirectoryError::AlreadyRunning { .. }), "{error}");
     assert!(first.control_socket().exists());
-    // A device process holds the lock on by its inherited descriptor.
-    let inherited = first.lock();
     drop(first);
-    let second = RuntimeDirectory::open(&path, false);
-    drop(inherited);
-    drop(second);
     RuntimeDirectory::open(&path, false).unwrap();
 }
 
 #[test]
-fn the_lock_lasts_while_an_inherited_descriptor_lives() {
+fn the_lock_and_its_file_last_while_a_device_process_holds_its_descriptor() {
     let (_parent, path) = fresh();
     let first = RuntimeDirectory::open(&path, false).unwrap();
+    let _control = first.bind_control(bind).unwrap();
     let inherited = first.lock().try_clone().unwrap();
-    // The supervisor was killed: nothing was taken away.
-    std::mem::forget(first);
+    drop(first);
+    let left: Vec<_> = fs::read_dir(&path).unwrap().map(|it| it.unwrap().file_name()).collect();
+    assert_eq!(left, [LOCK]);
     let error = RuntimeDirectory::open(&path, false).unwrap_err();
     assert!(matches!(error, RuntimeDirectoryError::AlreadyRunning { .. }), "{error}");
     drop(inherited);
+    drop(RuntimeDirectory::open(&path, false).unwrap());
+    assert_eq!(fs::read_dir(&path).unwrap().count(), 0);
 }
 
 #[test]

@@ -107,7 +107,10 @@ impl Services {
         })?;
         let id = grant.id;
         self.control.metrics.session_opened();
-        tracing::info!(session = id.0, uid = caller.uid, pid = caller.pid, "session opened");
+        if let Some(suppressed) = self.control.session_line() {
+            let Caller { uid, pid } = caller;
+            tracing::info!(session = id.0, uid, pid, suppressed, "session opened");
+        }
         self.control.tasks.spawn(watch_attach(Arc::clone(&self.control), grant, until));
         Ok(v1::OpenReply {
             incarnation: self.control.incarnation.to_vec(),

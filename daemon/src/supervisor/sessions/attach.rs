@@ -19,11 +19,10 @@ use tokio::sync::Semaphore;
 use super::{EndReason, Grant, end_session};
 use crate::supervisor::control::Control;
 use crate::supervisor::peer::unreadable;
+use crate::supervisor::placed::ACCEPT_PAUSE;
 
 /// Connections that may wait to be attached, beside those of the sessions.
 const UNATTACHED_MAX: usize = 32;
-/// How long to wait after an accept that failed: it fails again until descriptors are given back.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// How long a worker may take to read an answer before its connection is given up.
 const SEND_MAX: Duration = Duration::from_secs(5);
 

@@ -24,7 +24,9 @@ pub(crate) async fn watch_attach(control: Arc<Control>, grant: Grant, until: Ins
 pub(crate) async fn end_session(control: Arc<Control>, ended: Ended) {
     let Ended { id, reason, device, turn, held } = ended;
     control.metrics.session_ended(reason);
-    tracing::info!(session = id.0, reason = reason.label(), "session ended");
+    if let Some(suppressed) = control.session_line() {
+        tracing::info!(session = id.0, reason = reason.label(), suppressed, "session ended");
+    }
     // A registration that runs comes to its own end first; whoever comes later in the turn finds no session.
     let _turn = turn.acquire().await;
     close_on_device(id, &device).await;

@@ -9,7 +9,12 @@ use crate::supervisor::testing::scripted_device;
 const WORKER: Caller = Caller { uid: 1000, pid: Some(7) };
 
 fn table(limits: Limits) -> Sessions {
-    Sessions::new(Incarnation::new([1; 16]), limits)
+    with_room(limits, 1000)
+}
+
+fn with_room(limits: Limits, room: u64) -> Sessions {
+    let descriptors = DescriptorRoom { limit: room + 40, room };
+    Sessions::new(Incarnation::new([1; 16]), limits, descriptors)
 }
 
 fn open(sessions: &Sessions, byte: u8, until: Instant) -> SessionId {
@@ -101,6 +106,31 @@ fn descriptors_are_all_kept_or_all_refused_and_given_back_with_the_session() {
     assert_eq!(ended.held.1.values().map(Vec::len).sum::<usize>(), 3);
     let refusal = sessions.add_descriptors(id, 2, some(1)).unwrap_err();
     assert_eq!(refusal.code(), RefusalCode::SessionUnknown);
+}
+
+#[test]
+fn where_few_descriptors_are_left_new_sessions_are_refused_and_old_ones_go_on() {
+    let sessions = with_room(Limits::default(), 8);
+    let (first, second) = (open(&sessions, 1, later()), open(&sessions, 2, later()));
+    let opening = Opening {
+        caller: WORKER,
+        version: ProtocolVersion::agree(1).unwrap(),
+        label: String::new(),
+        device: scripted_device().handle,
+        token: Token::new([3; 32]),
+        until: later(),
+    };
+    let refusal = sessions.open(opening).unwrap_err();
+    assert_eq!(refusal.code(), RefusalCode::QuotaExceeded);
+    assert!(refusal.sentence().contains("RLIMIT_NOFILE = 48"), "{refusal}");
+    let some = |count: usize| -> Vec<OwnedFd> {
+        (0..count).map(|_| File::open("/dev/null").unwrap().into()).collect()
+    };
+    sessions.add_descriptors(first, 1, some(2)).unwrap();
+    let refusal = sessions.add_descriptors(second, 1, some(1)).unwrap_err();
+    assert_eq!(refusal.code(), RefusalCode::QuotaExceeded);
+    sessions.end(first, EndReason::Closed).unwrap();
+    sessions.add_descriptors(second, 1, some(1)).unwrap();
 }
 
 #[test]

@@ -110,7 +110,7 @@ pub(crate) const EVENT_STREAMS_LOST: Metric = counter(
 pub(crate) const LOG_LINES_SUPPRESSED: Metric = counter(
     "statecopy_log_lines_suppressed_total",
     Unit::Count,
-    "Log lines about bad requests that the rate limit held back.",
+    "Log lines about bad requests and about sessions that the rate limit held back.",
 );
 pub(crate) const COPIES: Metric =
     counter("statecopy_copies_total", Unit::Count, "Copies completed, by direction.");

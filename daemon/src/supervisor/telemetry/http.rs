@@ -1,24 +1,64 @@
 //! /metrics, /healthz and /readyz.
 
+use std::io;
+use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Router;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::IntoResponse;
 use axum::routing::get;
-use tokio::net::TcpListener;
+use axum::serve::Listener;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
 
 use crate::supervisor::control::Control;
+use crate::supervisor::placed::{ACCEPT_PAUSE, Placed};
 
 /// The format that Prometheus' text has.
 const TEXT_FORMAT: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// Connections at once; more wait.
+const CONNECTIONS_MAX: usize = 64;
+/// How long a connection lives. A client that keeps one open and silent gives its place back then.
+const CONNECTION_MAX: Duration = Duration::from_secs(300);
+
+/// A listener with a bounded number of connections.
+struct Bounded {
+    listener: TcpListener,
+    room: Arc<Semaphore>,
+}
+
+impl Listener for Bounded {
+    type Io = Placed<TcpStream>;
+    type Addr = SocketAddr;
+
+    async fn accept(&mut self) -> (Self::Io, Self::Addr) {
+        loop {
+            // The semaphore is never closed.
+            if let Ok(place) = Arc::clone(&self.room).acquire_owned().await
+                && let Ok((stream, peer)) = self.listener.accept().await
+            {
+                return (Placed::for_at_most(stream, place, CONNECTION_MAX), peer);
+            }
+            tokio::time::sleep(ACCEPT_PAUSE).await;
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<Self::Addr> {
+        self.listener.local_addr()
+    }
+}
 
 /// Serves HTTP until the daemon has drained.
 ///
 /// # Errors
 /// What the system says of the listener.
-pub(crate) async fn serve(listener: TcpListener, control: Arc<Control>) -> std::io::Result<()> {
+pub(crate) async fn serve(listener: TcpListener, control: Arc<Control>) -> io::Result<()> {
+    let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let listener = Bounded { listener, room };
     let stopped = control.stopped.clone();
     let routes = Router::new()
         .route("/metrics", get(metrics))
