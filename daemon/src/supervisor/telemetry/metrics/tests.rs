@@ -59,8 +59,8 @@ fn every_counter_of_the_device_process_is_declared_and_exported() {
     }
     let text = metrics.render(&snapshot());
     for (at, counter) in DeviceCounter::all().enumerate() {
-        let (label, value) = counter.label();
-        let wanted = format!("{label}=\"{value}\"}} {}", at + 1);
+        let label = counter.label().map(|(label, value)| format!(",{label}=\"{value}\""));
+        let wanted = format!("{}}} {}", label.unwrap_or_default(), at + 1);
         let lines = samples(&text, counter.name());
         assert!(lines.iter().any(|line| line.ends_with(&wanted)), "{wanted} in {lines:?}");
     }
