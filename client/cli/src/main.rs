@@ -1,1 +1,37 @@
-fn main() {}
+//! `statecopy`: the command line of the state copy daemon.
+//!
+//! `demo` and `replay` show the whole path with a daemon of their own, `status` and `ping` ask a running one. The program
+//! also is that daemon and its device process: it starts itself again.
+#![forbid(unsafe_code)]
+
+mod ask;
+mod cli;
+mod demo;
+mod failure;
+mod replay;
+mod spawn;
+mod status;
+mod terminal;
+mod worker;
+mod workload;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::cli::{Cli, Command};
+
+fn main() -> ExitCode {
+    let done = match Cli::parse().command {
+        Command::Demo(options) => demo::run(&options),
+        Command::Replay(options) => replay::run(&options),
+        Command::Status(options) => status::run(&options),
+        Command::Ping(options) => ask::ping(&options),
+        Command::DemoWorker(options) => return demo::worker::run(&options),
+        Command::Daemon(options) => return spawn::be_daemon(options),
+    };
+    match done {
+        Ok(exit) => exit,
+        Err(error) => failure::report(&error),
+    }
+}

@@ -1,0 +1,214 @@
+//! The command line.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand};
+use statecopy_client::{Address, ConnectOptions};
+
+use crate::workload::preset::Preset;
+
+/// Copies recurrent states between caches and packed buffers, through a daemon.
+///
+/// A worker shares its state caches with statecopyd, which gathers the initial states of selected sequences into a packed
+/// buffer and scatters the final states back. `statecopy demo` shows all of it on this machine: no accelerator, no root,
+/// no set-up.
+#[derive(Debug, Parser)]
+#[command(
+    version,
+    after_help = "Exit codes: 0 all right; 1 mismatches were found; 2 wrong usage or input; 3 something else failed; \
+                  20 and up: the daemon refused, one code for each refusal."
+)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Start a daemon and workers, copy states in a real cache layout, and verify every byte
+    Demo(DemoOptions),
+    /// Replay a request trace as a continuous-batching server would, and verify every copy
+    Replay(ReplayOptions),
+    /// Show sessions, regions, layers, plans and counters of a daemon
+    Status(StatusOptions),
+    /// Ask a daemon for a sign of life; the exit code is 0 only when it answers
+    Ping(AskOptions),
+    #[command(hide = true)]
+    DemoWorker(WorkerOptions),
+    #[command(hide = true)]
+    Daemon(DaemonOptions),
+}
+
+/// Which daemon to ask.
+#[derive(Debug, Args)]
+pub(crate) struct AskOptions {
+    /// The daemon: unix:///path, a socket's path, or its runtime directory. Without it: $STATECOPY_ADDR, then
+    /// $XDG_RUNTIME_DIR/statecopy, then /run/statecopy
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) address: Option<Address>,
+    /// How long to wait for the answer, in milliseconds
+    #[arg(long, value_name = "MS", default_value_t = 2_000)]
+    pub(crate) timeout_ms: u32,
+}
+
+impl AskOptions {
+    /// How long to wait.
+    pub(crate) fn timeout(&self) -> Duration {
+        Duration::from_millis(self.timeout_ms.into())
+    }
+
+    /// The daemon named, or the one that the environment names.
+    ///
+    /// # Errors
+    /// When the environment holds no address.
+    pub(crate) fn address(&self) -> anyhow::Result<Address> {
+        match &self.address {
+            Some(address) => Ok(address.clone()),
+            None => Ok(Address::from_env().map_err(statecopy_client::Error::from)?),
+        }
+    }
+}
+
+/// `statecopy status`.
+#[derive(Debug, Args)]
+pub(crate) struct StatusOptions {
+    #[command(flatten)]
+    pub(crate) ask: AskOptions,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// What a cache looks like and which daemon copies.
+#[derive(Debug, Args)]
+pub(crate) struct CacheOptions {
+    /// Use this daemon instead of starting one
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) address: Option<Address>,
+    /// Seed of every random choice
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Print one JSON object instead of a table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// `statecopy demo`.
+#[derive(Debug, Args)]
+pub(crate) struct DemoOptions {
+    #[command(flatten)]
+    pub(crate) common: CacheOptions,
+    /// The cache layout
+    #[arg(long, value_enum, default_value_t = Preset::KimiK3Tp8)]
+    pub(crate) preset: Preset,
+    /// Layers of each worker
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) layers: u32,
+    /// Rows of each layer's cache [default: the preset's]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) rows: Option<u32>,
+    /// Rows that one step selects at most [default: the preset's]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=16_384))]
+    pub(crate) selected: Option<u32>,
+    /// Prefill steps of each worker
+    #[arg(long, default_value_t = 200)]
+    pub(crate) steps: u64,
+    /// Worker processes
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) workers: u32,
+    /// Flip one byte of the first worker's cache behind its back: the demonstration must find it and exit with 1
+    #[arg(long)]
+    pub(crate) inject_fault: bool,
+}
+
+/// One worker of the demonstration.
+#[derive(Debug, Args)]
+pub(crate) struct WorkerOptions {
+    #[arg(long)]
+    pub(crate) address: Address,
+    #[arg(long, value_enum)]
+    pub(crate) preset: Preset,
+    #[arg(long)]
+    pub(crate) number: u32,
+    #[arg(long)]
+    pub(crate) layers: u32,
+    #[arg(long)]
+    pub(crate) rows: u64,
+    #[arg(long)]
+    pub(crate) selected: u64,
+    #[arg(long)]
+    pub(crate) steps: u64,
+    #[arg(long)]
+    pub(crate) seed: u64,
+    #[arg(long)]
+    pub(crate) inject_fault: bool,
+}
+
+/// `statecopy replay`.
+#[derive(Debug, Args)]
+pub(crate) struct ReplayOptions {
+    /// The trace: one JSON object a line with timestamp (ms), input_length, output_length (tokens) and hash_ids (one for
+    /// each 512-token block of the prompt; equal ids mean an equal prefix)
+    #[arg(value_name = "TRACE.jsonl")]
+    pub(crate) trace: PathBuf,
+    #[command(flatten)]
+    pub(crate) common: CacheOptions,
+    /// The cache layout
+    #[arg(long, value_enum, default_value_t = Preset::Tiny)]
+    pub(crate) preset: Preset,
+    /// Read only so many requests of the trace
+    #[arg(long, value_name = "N")]
+    pub(crate) requests: Option<usize>,
+    /// Layers that keep a state
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) layers: u32,
+    /// Sequences that run at once
+    #[arg(long, default_value_t = 128)]
+    pub(crate) max_num_seqs: u32,
+    /// Prompt tokens that one step computes, of all sequences together
+    #[arg(long, default_value_t = 2_048)]
+    pub(crate) chunk_tokens: u64,
+    /// Rows of each layer's cache: running sequences and stored prefixes share them [default: 2 x max-num-seqs + 128]
+    #[arg(long)]
+    pub(crate) rows: Option<u32>,
+    /// Ask for each layer by itself instead of for all layers in one request
+    #[arg(long)]
+    pub(crate) per_layer: bool,
+    /// Only schedule: print what would be copied, and copy nothing
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+}
+
+/// The daemon that a command starts for itself, and its device process.
+#[derive(Debug, Args)]
+pub(crate) struct DaemonOptions {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    pub(crate) arguments: Vec<OsString>,
+}
+
+/// How a worker of this command connects.
+pub(crate) fn connect_options(label: String) -> ConnectOptions {
+    ConnectOptions { label, ..ConnectOptions::default() }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent_and_explains_its_exit_codes() {
+        Cli::command().debug_assert();
+        let help = Cli::command().render_long_help().to_string();
+        for code in
+            ["0 all right", "1 mismatches", "2 wrong usage", "3 something else", "20 and up"]
+        {
+            assert!(help.contains(code), "{code} is missing in:\n{help}");
+        }
+        assert!(!help.contains("demo-worker"), "{help}");
+    }
+}

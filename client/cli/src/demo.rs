@@ -1,0 +1,141 @@
+//! `statecopy demo`: a daemon, worker processes, a real cache layout, and every byte verified.
+
+mod report;
+pub(crate) mod worker;
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, ExitCode, Stdio};
+use std::sync::mpsc::{self, Sender};
+use std::thread;
+use std::time::Instant;
+
+use anyhow::Context;
+use indicatif::ProgressBar;
+use statecopy_client::blocking::Admin;
+
+use self::report::Report;
+use self::worker::{Message, WorkerReport};
+use crate::ask::{ADMIN_TIMEOUT, Counted};
+use crate::cli::DemoOptions;
+use crate::failure::{EXIT_MISMATCHES, Failure};
+use crate::spawn::{self, DaemonInUse};
+use crate::terminal;
+
+/// Runs the demonstration. The exit code says whether every byte was right.
+///
+/// # Errors
+/// When daemon or workers cannot be started, or one of them fails.
+pub(crate) fn run(options: &DemoOptions) -> anyhow::Result<ExitCode> {
+    let daemon = DaemonInUse::get(options.common.address.as_ref())?;
+    let admin = Admin::connect(daemon.address().clone(), ADMIN_TIMEOUT)?;
+    let before = Counted::read(&admin.inspect()?);
+    if !options.common.json {
+        terminal::note(&format!(
+            "Daemon: {}. While this runs: statecopy status --address {}",
+            daemon.address(),
+            daemon.address().socket().display()
+        ));
+    }
+    let start = Instant::now();
+    let workers = run_workers(options, &daemon)?;
+    let took = start.elapsed();
+    let after = Counted::read(&admin.inspect()?);
+    drop(admin);
+    daemon.release()?;
+    let report = Report::new(options, &workers, after.since(&before), took);
+    if options.common.json {
+        terminal::print_json(&report)?;
+    } else {
+        terminal::print(&report.to_string())?;
+    }
+    Ok(if report.mismatches == 0 { ExitCode::SUCCESS } else { ExitCode::from(EXIT_MISMATCHES) })
+}
+
+/// A worker process. It does not outlive the demonstration.
+#[derive(Debug)]
+struct WorkerProcess(Child);
+
+impl Drop for WorkerProcess {
+    fn drop(&mut self) {
+        // It has ended already unless something failed.
+        let _killed = self.0.kill();
+        let _reaped = self.0.wait();
+    }
+}
+
+fn run_workers(options: &DemoOptions, daemon: &DaemonInUse) -> anyhow::Result<Vec<WorkerReport>> {
+    let steps = options.steps.saturating_mul(options.workers.into());
+    let bar = terminal::progress(steps, "steps", options.common.json);
+    let (sender, messages) = mpsc::channel();
+    let mut processes = Vec::new();
+    for number in 0..options.workers {
+        processes.push(start_worker(options, daemon, number, sender.clone())?);
+    }
+    drop(sender);
+    let mut reports = Vec::new();
+    for message in messages {
+        take(message?, &bar, &mut reports)?;
+    }
+    for mut process in processes {
+        let status = process.0.wait().context("Waiting for a worker")?;
+        if !status.success() {
+            let sentence = format!("A worker ended with {status} and said nothing");
+            return Err(Failure::other(sentence, "").into());
+        }
+    }
+    bar.finish_and_clear();
+    Ok(reports)
+}
+
+fn take(
+    message: Message,
+    bar: &ProgressBar,
+    reports: &mut Vec<WorkerReport>,
+) -> anyhow::Result<()> {
+    match message {
+        Message::Steps { done } => bar.inc(done),
+        Message::Finished(report) => reports.push(*report),
+        Message::Failed(failure) => return Err(failure.into()),
+    }
+    Ok(())
+}
+
+/// Starts a worker and a thread that reads its messages until it ends.
+fn start_worker(
+    options: &DemoOptions,
+    daemon: &DaemonInUse,
+    number: u32,
+    messages: Sender<anyhow::Result<Message>>,
+) -> anyhow::Result<WorkerProcess> {
+    let shape = options.preset.shape();
+    let mut command = spawn::again("demo-worker");
+    command.arg("--address").arg(daemon.address().to_string());
+    for (flag, value) in [
+        ("--preset", options.preset.name().to_owned()),
+        ("--number", number.to_string()),
+        ("--layers", options.layers.to_string()),
+        ("--rows", options.rows.map_or(shape.rows, u64::from).to_string()),
+        ("--selected", options.selected.map_or(shape.selected_max, u64::from).to_string()),
+        ("--steps", options.steps.to_string()),
+        ("--seed", options.common.seed.to_string()),
+    ] {
+        command.args([flag, &value]);
+    }
+    if options.inject_fault && number == 0 {
+        command.arg("--inject-fault");
+    }
+    let mut child = command.stdout(Stdio::piped()).spawn().context("Starting a worker")?;
+    let lines = BufReader::new(child.stdout.take().context("A worker's output")?).lines();
+    // It ends with the worker's output, which the drop of its process closes.
+    thread::spawn(move || {
+        for line in lines {
+            let message = line
+                .context("A worker's output")
+                .and_then(|line| serde_json::from_str(&line).context("A worker's message"));
+            if messages.send(message).is_err() {
+                return;
+            }
+        }
+    });
+    Ok(WorkerProcess(child))
+}

@@ -1,0 +1,114 @@
+//! What the demonstration ends with.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::worker::WorkerReport;
+use crate::ask::Counted;
+use crate::cli::DemoOptions;
+use crate::terminal::{Table, bytes, grouped};
+use crate::workload::latency::Latencies;
+
+/// The object that `--json` prints.
+#[derive(Debug, Serialize)]
+pub(crate) struct Report {
+    device: String,
+    preset: &'static str,
+    layers: u32,
+    workers: u32,
+    steps: u64,
+    seed: u64,
+    rows_gathered: u64,
+    rows_cleared: u64,
+    rows_scattered: u64,
+    rows_skipped: u64,
+    bytes_copied: u64,
+    gather_us_p50: f64,
+    gather_us_p99: f64,
+    scatter_us_p50: f64,
+    scatter_us_p99: f64,
+    pub(crate) mismatches: u64,
+    compiles_after_seal: u64,
+    refusals: u64,
+    seconds: f64,
+}
+
+impl Report {
+    /// Adds up what the workers counted. `counted` is what the daemon counted meanwhile.
+    pub(crate) fn new(
+        options: &DemoOptions,
+        workers: &[WorkerReport],
+        counted: Counted,
+        took: Duration,
+    ) -> Self {
+        let sum = |field: fn(&WorkerReport) -> u64| workers.iter().map(field).sum::<u64>();
+        let mut gather = Latencies::default();
+        let mut scatter = Latencies::default();
+        for worker in workers {
+            gather.merge(&worker.gather);
+            scatter.merge(&worker.scatter);
+        }
+        Self {
+            device: workers.first().map(|worker| worker.device.clone()).unwrap_or_default(),
+            preset: options.preset.name(),
+            layers: options.layers,
+            workers: options.workers,
+            steps: options.steps,
+            seed: options.common.seed,
+            rows_gathered: sum(|worker| worker.rows_gathered),
+            rows_cleared: sum(|worker| worker.rows_cleared),
+            rows_scattered: sum(|worker| worker.rows_scattered),
+            rows_skipped: sum(|worker| worker.rows_skipped),
+            bytes_copied: options.preset.state_bytes()
+                * sum(|worker| worker.rows_gathered + worker.rows_scattered),
+            gather_us_p50: gather.percentile_us(50.0),
+            gather_us_p99: gather.percentile_us(99.0),
+            scatter_us_p50: scatter.percentile_us(50.0),
+            scatter_us_p99: scatter.percentile_us(99.0),
+            mismatches: sum(|worker| worker.mismatches),
+            compiles_after_seal: counted.compiles_after_seal,
+            refusals: counted.refusals,
+            seconds: took.as_secs_f64(),
+        }
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut table = Table::of_values();
+        let mut line = |name: &str, value: String| table.row([name.to_owned(), value]);
+        line("device", self.device.clone());
+        line(
+            "cache",
+            format!("{}, {} layers in each of {} workers", self.preset, self.layers, self.workers),
+        );
+        line("steps", format!("{} in {:.1} s", grouped(self.steps), self.seconds));
+        line(
+            "gathered",
+            format!(
+                "{} rows, {} cleared; p50 {:.0} us, p99 {:.0} us",
+                grouped(self.rows_gathered),
+                grouped(self.rows_cleared),
+                self.gather_us_p50,
+                self.gather_us_p99
+            ),
+        );
+        line(
+            "scattered",
+            format!(
+                "{} rows, {} skipped; p50 {:.0} us, p99 {:.0} us",
+                grouped(self.rows_scattered),
+                grouped(self.rows_skipped),
+                self.scatter_us_p50,
+                self.scatter_us_p99
+            ),
+        );
+        line("copied", bytes(self.bytes_copied));
+        line("compiled after seal", grouped(self.compiles_after_seal));
+        line("refused", grouped(self.refusals));
+        line("mismatches", grouped(self.mismatches));
+        f.write_str(&table.render())
+    }
+}

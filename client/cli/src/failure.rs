@@ -1,0 +1,117 @@
+//! How the command ends when something is wrong: a sentence, a remedy, an exit code.
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use serde::{Deserialize, Serialize};
+use statecopy_client::Error;
+
+/// Bytes were not what they must be.
+pub(crate) const EXIT_MISMATCHES: u8 = 1;
+/// Wrong usage or input.
+pub(crate) const EXIT_USAGE: u8 = 2;
+/// Anything that is no refusal.
+pub(crate) const EXIT_FAILED: u8 = 3;
+
+/// A failure with everything that a user is told. It also travels from a worker process to the command.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{sentence}")]
+pub(crate) struct Failure {
+    /// The exit code.
+    pub(crate) exit: u8,
+    /// What is wrong.
+    pub(crate) sentence: String,
+    /// What to do about it; may be empty.
+    pub(crate) remedy: String,
+}
+
+impl Failure {
+    /// The user asked for what cannot be, or gave broken input.
+    pub(crate) fn usage(sentence: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { exit: EXIT_USAGE, sentence: sentence.into(), remedy: remedy.into() }
+    }
+
+    /// Something else failed.
+    pub(crate) fn other(sentence: impl Into<String>, remedy: impl Into<String>) -> Self {
+        Self { exit: EXIT_FAILED, sentence: sentence.into(), remedy: remedy.into() }
+    }
+
+    /// What a user is told of an error.
+    pub(crate) fn of(error: &anyhow::Error) -> Self {
+        for cause in error.chain() {
+            if let Some(failure) = cause.downcast_ref::<Self>() {
+                return failure.clone();
+            }
+            if let Some(error) = cause.downcast_ref::<Error>() {
+                return Self::of_client(error);
+            }
+        }
+        Self::other(format!("{error:#}"), "")
+    }
+
+    fn of_client(error: &Error) -> Self {
+        let exit = error.code().map_or(EXIT_FAILED, statecopy_client::RefusalCode::exit_code);
+        let sentence = match error {
+            Error::Refused(refusal) => format!("{}: {}", refusal.code(), refusal.sentence()),
+            other => with_sources(other),
+        };
+        Self { exit, sentence, remedy: error.remedy().to_owned() }
+    }
+}
+
+/// Tells the user, and says how the process ends.
+pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
+    let failure = Failure::of(error);
+    let mut stderr = io::stderr().lock();
+    // There is nobody left to tell when standard error is closed.
+    let _told = writeln!(stderr, "statecopy: {}", failure.sentence);
+    if !failure.remedy.is_empty() {
+        let _told = writeln!(stderr, "  {}", failure.remedy);
+    }
+    ExitCode::from(failure.exit)
+}
+
+fn with_sources(error: &Error) -> String {
+    let mut text = error.to_string();
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        let said = cause.to_string();
+        // Some causes repeat their own cause.
+        if !text.ends_with(&said) {
+            text.push_str(": ");
+            text.push_str(&said);
+        }
+        source = cause.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::Context;
+    use statecopy_client::{Refusal, RefusalCode};
+
+    use super::*;
+
+    #[test]
+    fn a_refusal_keeps_its_exit_code_sentence_and_remedy_through_any_context() {
+        for code in RefusalCode::ALL {
+            let refused = Error::from(Refusal::new(code, "Layer a is wrong").remedied_by("Do it."));
+            let error = Err::<(), _>(refused).context("Registering").unwrap_err();
+            let failure = Failure::of(&error);
+            assert_eq!(failure.exit, code.exit_code());
+            assert!(failure.exit > EXIT_FAILED);
+            assert_eq!(failure.sentence, format!("{code}: Layer a is wrong"));
+            assert_eq!(failure.remedy, "Do it.");
+        }
+    }
+
+    #[test]
+    fn usage_is_two_and_everything_else_three() {
+        let usage = anyhow::Error::from(Failure::usage("No", "Try")).context("Reading");
+        assert_eq!(Failure::of(&usage).exit, EXIT_USAGE);
+        let other = anyhow::anyhow!("inner").context("outer");
+        assert_eq!(Failure::of(&other).exit, EXIT_FAILED);
+        assert_eq!(Failure::of(&other).sentence, "outer: inner");
+    }
+}

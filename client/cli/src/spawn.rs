@@ -1,0 +1,203 @@
+//! This program as several processes: it starts itself again as the daemon, and as the workers of the demonstration.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::Read;
+use std::iter;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::Context;
+use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
+use statecopy_client::Address;
+use statecopy_client::blocking::Admin;
+use statecopyd::config::SelfProgram;
+use tempfile::TempDir;
+
+use crate::cli::DaemonOptions;
+use crate::failure::Failure;
+
+/// How long a daemon may take to get ready, and to end when it is asked to.
+const START_MAX: Duration = Duration::from_secs(20);
+const STOP_MAX: Duration = Duration::from_secs(20);
+/// Between two looks at a process.
+const POLL: Duration = Duration::from_millis(5);
+/// How much of the daemon's log a failure shows.
+const LOG_LINES: usize = 10;
+
+/// The subcommand that is the daemon, and its argument that is the device process.
+const DAEMON: &str = "daemon";
+const DEVICE_PROCESS: &str = "device-process";
+
+/// This program again, with other arguments. It ends when this process ends.
+pub(crate) fn again(subcommand: &str) -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("statecopy").arg(subcommand).stdin(Stdio::null());
+    command
+}
+
+/// Makes this process end with the one that started it.
+pub(crate) fn end_with_parent() -> anyhow::Result<()> {
+    set_parent_process_death_signal(Some(Signal::TERM)).context("Asking to end with the parent")
+}
+
+/// The hidden subcommand: this process becomes the daemon, or a device process of it.
+pub(crate) fn be_daemon(options: DaemonOptions) -> ExitCode {
+    let is_device_process = options.arguments.first().is_some_and(|first| first == DEVICE_PROCESS);
+    if !is_device_process && let Err(error) = end_with_parent() {
+        return crate::failure::report(&error);
+    }
+    let arguments = vec![DAEMON.to_owned(), DEVICE_PROCESS.to_owned()];
+    let named = iter::once(OsString::from("statecopyd")).chain(options.arguments);
+    statecopyd::cli::run(named, SelfProgram { arguments })
+}
+
+/// A daemon of this command's own, in a runtime directory that goes with it.
+#[derive(Debug)]
+pub(crate) struct OwnDaemon {
+    child: Child,
+    address: Address,
+    directory: TempDir,
+}
+
+impl OwnDaemon {
+    /// Starts a daemon and waits until it is ready.
+    ///
+    /// # Errors
+    /// When it ends or does not get ready in time; the failure shows the end of its log.
+    pub(crate) fn start() -> anyhow::Result<Self> {
+        let directory = tempfile::Builder::new().prefix("statecopy-").tempdir();
+        let directory = directory.context("A temporary runtime directory")?;
+        let address = Address::in_directory(directory.path().join("run"));
+        let address = address.map_err(statecopy_client::Error::from)?;
+        let log = File::create(directory.path().join("log")).context("The daemon's log")?;
+        let child = again(DAEMON)
+            .args(["serve", "--http-address", "off", "--log-level", "warn", "--runtime-dir"])
+            .arg(directory.path().join("run"))
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()
+            .context("Starting the daemon")?;
+        let mut daemon = Self { child, address, directory };
+        daemon.wait_until_ready()?;
+        Ok(daemon)
+    }
+
+    /// Where it listens.
+    pub(crate) fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Asks it to end, and waits until it has.
+    ///
+    /// # Errors
+    /// When it ends with a failure, or not at all.
+    pub(crate) fn stop(mut self) -> anyhow::Result<()> {
+        let pid = Pid::from_child(&self.child);
+        kill_process(pid, Signal::TERM).context("Asking the daemon to end")?;
+        match wait_within(&mut self.child, STOP_MAX)? {
+            Some(status) if status.success() => Ok(()),
+            Some(status) => Err(self.failure(&format!("The daemon ended with {status}")).into()),
+            None => Err(self.failure("The daemon does not end when it is asked to").into()),
+        }
+    }
+
+    fn wait_until_ready(&mut self) -> anyhow::Result<()> {
+        let deadline = Instant::now() + START_MAX;
+        loop {
+            if let Some(status) = self.child.try_wait().context("Looking at the daemon")? {
+                return Err(self.failure(&format!("The daemon ended with {status}")).into());
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(self.failure("The daemon does not get ready").into());
+            }
+            if Admin::connect(self.address.clone(), left)
+                .and_then(|admin| admin.inspect())
+                .is_ok_and(|reply| reply.ready)
+            {
+                return Ok(());
+            }
+            thread::sleep(POLL);
+        }
+    }
+
+    fn failure(&self, what: &str) -> Failure {
+        let mut log = String::new();
+        // Without a log there is nothing more to say.
+        let _read = File::open(self.directory.path().join("log"))
+            .and_then(|mut file| file.read_to_string(&mut log));
+        let lines: Vec<&str> = log.lines().collect();
+        let last = &lines[lines.len().saturating_sub(LOG_LINES)..];
+        let remedy = if last.is_empty() {
+            "Start `statecopyd serve` by hand to see why.".to_owned()
+        } else {
+            format!("Its log ends with:\n    {}", last.join("\n    "))
+        };
+        Failure::other(what, remedy)
+    }
+}
+
+impl Drop for OwnDaemon {
+    fn drop(&mut self) {
+        // It has ended already unless something failed; then it must not outlive its directory.
+        let _killed = self.child.kill();
+        let _reaped = self.child.wait();
+    }
+}
+
+/// A daemon to work with: the one named, or one of this command's own.
+#[derive(Debug)]
+pub(crate) enum DaemonInUse {
+    /// Somebody else's.
+    Given(Address),
+    /// Ours.
+    Own(OwnDaemon),
+}
+
+impl DaemonInUse {
+    /// Uses the daemon named, or starts one.
+    ///
+    /// # Errors
+    /// When none can be started.
+    pub(crate) fn get(address: Option<&Address>) -> anyhow::Result<Self> {
+        match address {
+            Some(address) => Ok(Self::Given(address.clone())),
+            None => Ok(Self::Own(OwnDaemon::start()?)),
+        }
+    }
+
+    /// Where it listens.
+    pub(crate) fn address(&self) -> &Address {
+        match self {
+            Self::Given(address) => address,
+            Self::Own(daemon) => daemon.address(),
+        }
+    }
+
+    /// Ends it if it is ours.
+    ///
+    /// # Errors
+    /// When it ends with a failure.
+    pub(crate) fn release(self) -> anyhow::Result<()> {
+        match self {
+            Self::Given(_) => Ok(()),
+            Self::Own(daemon) => daemon.stop(),
+        }
+    }
+}
+
+fn wait_within(child: &mut Child, time: Duration) -> anyhow::Result<Option<ExitStatus>> {
+    let deadline = Instant::now() + time;
+    loop {
+        if let Some(status) = child.try_wait().context("Waiting for a process")? {
+            return Ok(Some(status));
+        }
+        if Instant::now() >= deadline {
+            return Ok(None);
+        }
+        thread::sleep(POLL);
+    }
+}

@@ -1,0 +1,159 @@
+//! What a person sees: tables on standard output, progress on a terminal only.
+
+use std::io::{self, IsTerminal, Write};
+
+use anyhow::Context;
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde::Serialize;
+
+/// Rows of text in columns. The first row is the heading.
+#[derive(Debug, Default)]
+pub(crate) struct Table {
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    /// A table with a heading.
+    pub(crate) fn new<const N: usize>(heading: [&str; N]) -> Self {
+        Self { rows: vec![heading.map(str::to_owned).to_vec()] }
+    }
+
+    /// A table of names and values, without a heading.
+    pub(crate) fn of_values() -> Self {
+        Self::default()
+    }
+
+    /// Adds a row.
+    pub(crate) fn row<const N: usize>(&mut self, cells: [String; N]) {
+        self.rows.push(Vec::from(cells));
+    }
+
+    /// Whether there is nothing but a heading.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.rows.len() < 2
+    }
+
+    /// The text, two spaces between columns. A column whose cells (but for the heading) begin with a digit is aligned
+    /// to the right.
+    pub(crate) fn render(&self) -> String {
+        let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
+        let cells = |at: usize| self.rows.iter().filter_map(move |row| row.get(at));
+        let widths: Vec<usize> = (0..columns)
+            .map(|at| cells(at).map(|cell| cell.chars().count()).max().unwrap_or(0))
+            .collect();
+        let right: Vec<bool> = (0..columns)
+            .map(|at| {
+                let mut values = cells(at).skip(1).filter(|cell| !cell.is_empty()).peekable();
+                at > 0 && values.peek().is_some() && values.all(|cell| is_number(cell))
+            })
+            .collect();
+        let mut text = String::new();
+        for row in &self.rows {
+            let mut line = String::new();
+            for (at, cell) in row.iter().enumerate() {
+                let padding = " ".repeat(widths[at] - cell.chars().count());
+                let (before, after) = if right[at] { (&*padding, "") } else { ("", &*padding) };
+                line.push_str(before);
+                line.push_str(cell);
+                line.push_str(after);
+                line.push_str("  ");
+            }
+            text.push_str(line.trim_end());
+            text.push('\n');
+        }
+        text
+    }
+}
+
+fn is_number(cell: &str) -> bool {
+    cell.starts_with(|first: char| first.is_ascii_digit())
+}
+
+/// A whole number with a comma between groups of three digits.
+pub(crate) fn grouped(value: u64) -> String {
+    let digits = value.to_string();
+    let mut text = String::new();
+    for (at, digit) in digits.chars().enumerate() {
+        if at > 0 && (digits.len() - at).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// A size with a binary unit.
+pub(crate) fn bytes(value: u64) -> String {
+    const UNITS: [(u64, &str); 4] =
+        [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
+    match UNITS.into_iter().find(|(unit, _)| value >= *unit) {
+        Some((unit, name)) => {
+            let hundredths = u128::from(value) * 100 / u128::from(unit);
+            format!("{}.{:02} {name}", hundredths / 100, hundredths % 100)
+        }
+        None => format!("{value} B"),
+    }
+}
+
+/// Writes text to standard output.
+///
+/// # Errors
+/// When nobody reads it.
+pub(crate) fn print(text: &str) -> anyhow::Result<()> {
+    let mut stdout = io::stdout().lock();
+    stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).context("Standard output")
+}
+
+/// Writes one JSON object to standard output.
+///
+/// # Errors
+/// When nobody reads it.
+pub(crate) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
+    print(&(serde_json::to_string_pretty(value)? + "\n"))
+}
+
+/// Tells a person something beside the result.
+pub(crate) fn note(text: &str) {
+    // A closed standard error is no reason to stop.
+    let _told = writeln!(io::stderr().lock(), "{text}");
+}
+
+/// A bar for work of so many parts: on a terminal, and not beside JSON.
+pub(crate) fn progress(parts: u64, unit: &str, json: bool) -> ProgressBar {
+    if json || !io::stderr().is_terminal() {
+        return ProgressBar::with_draw_target(Some(parts), ProgressDrawTarget::hidden());
+    }
+    let template = format!("{{bar:40}} {{pos}}/{{len}} {unit}  {{elapsed}}  {{msg}}");
+    let bar = ProgressBar::new(parts);
+    match ProgressStyle::with_template(&template) {
+        Ok(style) => bar.with_style(style),
+        Err(_) => bar,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_are_aligned_and_numbers_stand_to_the_right() {
+        let mut table = Table::new(["NAME", "BYTES", "STATE"]);
+        table.row(["a".into(), "1,024".into(), "published".into()]);
+        table.row(["long".into(), "9".into(), "x".into()]);
+        let expected = "NAME  BYTES  STATE\na     1,024  published\nlong      9  x\n";
+        assert_eq!(table.render(), expected);
+        assert!(!table.is_empty());
+        assert!(Table::new(["A"]).is_empty());
+    }
+
+    #[test]
+    fn numbers_are_grouped_and_sizes_have_units() {
+        assert_eq!(grouped(0), "0");
+        assert_eq!(grouped(999), "999");
+        assert_eq!(grouped(1_000), "1,000");
+        assert_eq!(grouped(12_345_678), "12,345,678");
+        assert_eq!(bytes(1_023), "1023 B");
+        assert_eq!(bytes(786_432), "768.00 KiB");
+        assert_eq!(bytes(u64::MAX), "16777215.99 TiB");
+    }
+}
