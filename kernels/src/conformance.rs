@@ -1,9 +1,9 @@
 //! The contract as tests, written once for every device.
 //!
 //! Each public function of the modules here is a sentence of the contract and panics where the device breaks it. A
-//! device says how it is opened and how its memory is filled and read ([`DeviceUnderTest`]); [`conformance_tests`] then makes a
+//! device says how it is opened and how its memory is filled and read ([`DeviceUnderTest`]); [`crate::conformance_tests`] then makes a
 //! test of every sentence. Whatever a sentence is about, [`check`] compares every byte of the cache's region and of the packed
-//! one with the [reference](crate::reference), so that gaps, neighbours and margins are canaries everywhere.
+//! one with the [reference](mod@crate::reference), so that gaps, neighbours and margins are canaries everywhere.
 
 pub mod batches;
 pub mod both;
