@@ -64,13 +64,13 @@ impl Environment {
 
     /// Looks for a library that the environment injected and that is mapped now.
     ///
-    /// `allowed` are file names of libraries that may be there, for example a memory allocator's.
+    /// `allowed` are file names of libraries, as the variable names them, that may be there: a memory allocator's, say.
     pub(super) fn check_injections(&self, allowed: &[String]) -> Result<(), Refusal> {
-        let maps = fs::read_to_string("/proc/self/maps").map_err(|error| {
+        let maps = fs::read("/proc/self/maps").map_err(|error| {
             let sentence = format!("The libraries of this process cannot be listed: {error}");
             Refusal::new(RefusalCode::HookPresent, sentence)
         })?;
-        match self.injection(&maps, allowed) {
+        match self.injection(&String::from_utf8_lossy(&maps), allowed) {
             Some((variable, library)) => Err(Refusal::new(
                 RefusalCode::HookPresent,
                 format!("The library {library} was injected by {variable}"),
@@ -113,11 +113,16 @@ fn mapped_path(line: &str) -> Option<&str> {
     Some(path.strip_suffix(" (deleted)").unwrap_or(path))
 }
 
-/// Whether the mapped path is the file that a variable names, by its path or by its name in the loader's search path.
+/// Whether the mapped path is the file that a variable names: by its path, or by its name as the loader searches for it.
+/// The map shows where symbolic links lead (`libhook.so.1.2` for `libhook.so.1`), so versions are left out of names.
 fn is_the_file(mapped: &str, entry: &str) -> bool {
     let resolved = fs::canonicalize(entry).ok();
     resolved.is_some_and(|path| path == Path::new(mapped))
-        || (file_name(mapped).is_some() && file_name(mapped) == file_name(entry))
+        || (library_name(mapped).is_some() && library_name(mapped) == library_name(entry))
+}
+
+fn library_name(path: &str) -> Option<&str> {
+    file_name(path)?.split(".so").next()
 }
 
 fn file_name(path: &str) -> Option<&str> {
@@ -195,6 +200,9 @@ mod tests {
                 .map(|(name, entry)| format!("{name} {entry}"))
         };
         let hook = "libhook.so.1";
+        // By its soname, although the file that is mapped has a longer name.
+        assert!(found(&[("LD_PRELOAD", "libold.so.3")], &[]).is_some());
+        assert!(found(&[("LD_PRELOAD", "/opt/libolder.so")], &[]).is_none());
         for name in INJECTORS {
             assert_eq!(found(&[(name, hook)], &[]), Some(format!("{name} {hook}")));
         }

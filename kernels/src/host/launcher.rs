@@ -2,19 +2,19 @@
 
 use std::ptr;
 
+use statecopy_proto::{Direction, IndexWidth};
+
 use super::HostDevice;
 use super::caches::HostCaches;
 use super::crew::Crew;
 use super::hooks;
+use super::memory::HostRegion;
 use super::rows::{Job, address};
 use super::stores::{ORDINARY, STREAM_REQUEST_BYTES_MIN, Stores};
 use crate::device::{
     DeviceFault, Flags, Indices, Launch, Launcher, Moved, Region as _, Slice, Ticket,
 };
 use crate::plan::Variant;
-
-use super::memory::HostRegion;
-use statecopy_proto::{Direction, IndexWidth};
 
 /// How many launches may await their poll at once.
 pub const TICKETS_MAX: usize = 1024;

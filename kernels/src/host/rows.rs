@@ -30,7 +30,7 @@ pub(super) struct Job<'a> {
     pub(super) selected: u64,
     /// `selected` of them, of the width that the variant serves, aligned to it.
     pub(super) indices: *const u8,
-    /// `selected` of them, or null.
+    /// `selected` of them, or null. Null for every scatter: flags describe the initial state only.
     pub(super) flags: *const u8,
     /// `[L, selected, H, V, K]`.
     pub(super) packed: *mut u8,
@@ -203,16 +203,15 @@ unsafe fn each_row<W: Way, I: Index>(
             .filter(|row| *row < job.rows)
             .map(|row| job.layers[layer].start().wrapping_add(address(row) * job.page_stride));
         // SAFETY: `s < selected`, and there are `selected` flags or none.
-        let wanted = !W::MASKS_BY_FLAG || unsafe { flag(job.flags, s) };
-        match W::of(row.filter(|_| wanted), packed) {
-            (true, Some(row)) => {
-                moved.copied += 1;
-                act(row);
-            }
-            (_, row) => {
-                moved.masked += 1;
-                row.into_iter().for_each(&mut act);
-            }
+        let wanted = unsafe { flag(job.flags, s) };
+        let row = row.filter(|_| wanted);
+        if row.is_some() {
+            moved.copied += 1;
+        } else {
+            moved.masked += 1;
+        }
+        if let Some(bytes) = W::bytes(row, packed) {
+            act(bytes);
         }
         packed = packed.wrapping_add(job.payload);
         s += 1;
@@ -225,30 +224,24 @@ unsafe fn each_row<W: Way, I: Index>(
 
 /// A direction, as a type: its kernels are compiled apart.
 trait Way {
-    /// Whether a false flag masks the row.
-    const MASKS_BY_FLAG: bool;
-    /// What is to be moved for a row of the cache, or for none: whether it is a copy, and the bytes if any.
-    fn of(row: Option<*mut u8>, packed: *mut u8) -> (bool, Option<RowMove>);
+    /// What is to be moved between a row of the cache, or none, and its place in packed.
+    fn bytes(row: Option<*mut u8>, packed: *mut u8) -> Option<RowMove>;
 }
 
 struct Gather;
 
 impl Way for Gather {
-    const MASKS_BY_FLAG: bool = true;
-
-    fn of(row: Option<*mut u8>, packed: *mut u8) -> (bool, Option<RowMove>) {
+    fn bytes(row: Option<*mut u8>, packed: *mut u8) -> Option<RowMove> {
         let from = row.map_or(ptr::null(), |row| row.cast_const());
-        (row.is_some(), Some(RowMove { from, to: packed }))
+        Some(RowMove { from, to: packed })
     }
 }
 
 struct Scatter;
 
 impl Way for Scatter {
-    const MASKS_BY_FLAG: bool = false;
-
-    fn of(row: Option<*mut u8>, packed: *mut u8) -> (bool, Option<RowMove>) {
-        (row.is_some(), row.map(|row| RowMove { from: packed.cast_const(), to: row }))
+    fn bytes(row: Option<*mut u8>, packed: *mut u8) -> Option<RowMove> {
+        row.map(|row| RowMove { from: packed.cast_const(), to: row })
     }
 }
 
