@@ -82,7 +82,7 @@ settings! {
         slots: u32 = 1024;
         /// Bytes that one launch moves at most: a larger copy is split, so that it does not hold up the others.
         launch_bytes_max: u64 = 64 << 20;
-        /// Libraries that LD_PRELOAD may name in the device process, by path. Every other one is HOOK_PRESENT.
+        /// Libraries that LD_PRELOAD may name in the device process, by file name. Every other one is HOOK_PRESENT.
         allowed_preloads: Vec<String> = Vec::new();
         /// Bounds on what sessions own. A request past one is QUOTA_EXCEEDED.
         limits: Limits = Limits::default();
@@ -207,7 +207,7 @@ pub struct DeviceSettings {
     pub executor_cpu: Option<usize>,
     /// Whether an entry of the compiler, the environment or the device allocator after a seal ends the process.
     pub abort_after_seal: bool,
-    /// Libraries that LD_PRELOAD may name, by path.
+    /// Libraries that LD_PRELOAD may name, by file name.
     pub allowed_preloads: Vec<String>,
     /// Requests that the ring holds: a power of two.
     pub slots: u32,

@@ -146,12 +146,12 @@ where
     F: Future<Output = Result<StartedDevice, Refusal>>,
 {
     let shared = !settings.allow_uids.is_empty();
-    let directory = RuntimeDirectory::open(&settings.runtime_dir, shared)?;
+    let mut directory = RuntimeDirectory::open(&settings.runtime_dir, shared)?;
     let mut bytes = [0; 16];
     random::fill(&mut bytes).map_err(system("get random bytes"))?;
     let incarnation = Incarnation::new(bytes);
     // Bound before a device is touched: what cannot be served is known at once. Whoever connects meanwhile waits.
-    let bound = Bound::bind(&settings, &directory).await?;
+    let bound = Bound::bind(&settings, &mut directory).await?;
     let mut devices = Vec::with_capacity(settings.devices.len());
     let mut keepers = Vec::with_capacity(settings.devices.len());
     for kind in &settings.devices {
@@ -215,7 +215,7 @@ struct Bound {
 impl Bound {
     async fn bind(
         settings: &Settings,
-        directory: &RuntimeDirectory,
+        directory: &mut RuntimeDirectory,
     ) -> Result<Self, SupervisorError> {
         let (http, http_address) = match settings.http()? {
             HttpAddress::Off => (None, String::new()),

@@ -13,8 +13,9 @@
 //! group or by others; a lock that is held; a lock or socket path at which anything lies that is not this user's own file
 //! of that kind.
 //!
-//! A socket left behind by a dead daemon is replaced, because only the holder of the lock comes so far. A clean end
-//! leaves nothing in the directory; where a device process still lives, its lock stays until it is gone.
+//! A socket left behind by a dead daemon is replaced; one on which somebody listens is refused even to the holder of the
+//! lock, because a lock file that was deleted by hand locks nothing. A clean end leaves nothing in the directory; where a
+//! device process still lives, its lock stays until it is gone.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -26,6 +27,7 @@ use rustix::fs::{
     openat, statat, unlinkat,
 };
 use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use rustix::process::geteuid;
 
 const LOCK: &str = "statecopyd.lock";
@@ -96,7 +98,11 @@ struct Place {
 }
 
 #[derive(Debug)]
-struct Sockets(Arc<Place>);
+struct Sockets {
+    place: Arc<Place>,
+    /// Those that were bound here.
+    bound: Vec<&'static str>,
+}
 
 #[derive(Debug)]
 struct LockFile(Arc<Place>);
@@ -133,7 +139,8 @@ impl RuntimeDirectory {
             let entering = Mode::RWXU | Mode::XGRP | Mode::XOTH;
             fchmod(&place.directory, entering).map_err(system(path, "let other users enter"))?;
         }
-        Ok(Self { sockets: Sockets(Arc::clone(&place)), lock, _lock_file: LockFile(place), shared })
+        let sockets = Sockets { place: Arc::clone(&place), bound: Vec::new() };
+        Ok(Self { sockets, lock, _lock_file: LockFile(place), shared })
     }
 
     /// The lock, for the device processes to inherit.
@@ -143,35 +150,43 @@ impl RuntimeDirectory {
 
     /// Where gRPC is served.
     pub(crate) fn control_socket(&self) -> PathBuf {
-        self.sockets.0.path.join(CONTROL_SOCKET)
+        self.sockets.place.path.join(CONTROL_SOCKET)
     }
 
     /// Where descriptors are passed.
     pub(crate) fn descriptor_socket(&self) -> PathBuf {
-        self.sockets.0.path.join(DESCRIPTOR_SOCKET)
+        self.sockets.place.path.join(DESCRIPTOR_SOCKET)
     }
 
     /// Binds the control socket, over a stale one.
-    pub(crate) fn bind_control<L>(&self, bind: impl FnOnce(&Path) -> io::Result<L>) -> Result<L> {
+    pub(crate) fn bind_control<L>(
+        &mut self,
+        bind: impl FnOnce(&Path) -> io::Result<L>,
+    ) -> Result<L> {
         self.bind(CONTROL_SOCKET, bind)
     }
 
     /// Binds the descriptor socket, over a stale one.
     pub(crate) fn bind_descriptor<L>(
-        &self,
+        &mut self,
         bind: impl FnOnce(&Path) -> io::Result<L>,
     ) -> Result<L> {
         self.bind(DESCRIPTOR_SOCKET, bind)
     }
 
-    fn bind<L>(&self, name: &str, bind: impl FnOnce(&Path) -> io::Result<L>) -> Result<L> {
-        let path = self.sockets.0.path.join(name);
-        self.sockets.0.remove_stale(name, &path)?;
+    fn bind<L>(
+        &mut self,
+        name: &'static str,
+        bind: impl FnOnce(&Path) -> io::Result<L>,
+    ) -> Result<L> {
+        let path = self.sockets.place.path.join(name);
+        self.sockets.place.remove_stale(name, &path)?;
         let listener = bind(&path).map_err(|source| RuntimeDirectoryError::System {
             path: path.clone(),
             action: "bind the socket",
             source,
         })?;
+        self.sockets.bound.push(name);
         let everyone = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::WGRP | Mode::ROTH | Mode::WOTH;
         let access = if self.shared { everyone } else { Mode::RUSR | Mode::WUSR };
         // Nobody else can put another file at this path: the directory is this user's alone.
@@ -215,7 +230,7 @@ impl Place {
         Err(refused(&path, "is replaced again and again"))
     }
 
-    /// Takes a dead daemon's socket away. The lock is held, so no live daemon listens on it.
+    /// Takes a dead daemon's socket away.
     fn remove_stale(&self, name: &str, path: &Path) -> Result<()> {
         let stat = match statat(&self.directory, name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => stat,
@@ -223,6 +238,9 @@ impl Place {
             Err(errno) => return Err(system(path, "look at the socket")(errno)),
         };
         check_file(path, &stat, FileType::Socket, "is no socket")?;
+        if !is_stale(path) {
+            return Err(refused(path, "somebody listens on it"));
+        }
         unlinkat(&self.directory, name, AtFlags::empty())
             .map_err(system(path, "take the stale socket away"))
     }
@@ -239,8 +257,9 @@ impl Place {
 
 impl Drop for Sockets {
     fn drop(&mut self) {
-        self.0.remove(CONTROL_SOCKET, FileType::Socket);
-        self.0.remove(DESCRIPTOR_SOCKET, FileType::Socket);
+        for name in &self.bound {
+            self.place.remove(name, FileType::Socket);
+        }
     }
 }
 
@@ -253,6 +272,17 @@ impl Drop for LockFile {
             self.0.remove(LOCK, FileType::RegularFile);
         }
     }
+}
+
+/// Whether nobody listens on the socket at a path. Where that cannot be known, somebody may.
+fn is_stale(path: &Path) -> bool {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let connected = SocketAddrUnix::new(path).and_then(|address| {
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        connect(&socket, &address)
+    });
+    // A listener of another type is EPROTOTYPE, a full queue EAGAIN: both live.
+    matches!(connected, Err(Errno::CONNREFUSED | Errno::NOENT))
 }
 
 /// Refuses what is not this user's own file of that kind.

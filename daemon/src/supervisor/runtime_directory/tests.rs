@@ -22,7 +22,7 @@ fn fresh() -> (tempfile::TempDir, PathBuf) {
 #[test]
 fn a_missing_directory_is_made_for_this_user_alone_and_a_clean_end_leaves_nothing_in_it() {
     let (_parent, path) = fresh();
-    let directory = RuntimeDirectory::open(&path, false).unwrap();
+    let mut directory = RuntimeDirectory::open(&path, false).unwrap();
     let _control = directory.bind_control(bind).unwrap();
     let _descriptors = directory.bind_descriptor(bind).unwrap();
     assert_eq!(bits(&path), 0o700);
@@ -35,7 +35,7 @@ fn a_missing_directory_is_made_for_this_user_alone_and_a_clean_end_leaves_nothin
 #[test]
 fn other_users_may_connect_where_they_are_allowed() {
     let (_parent, path) = fresh();
-    let directory = RuntimeDirectory::open(&path, true).unwrap();
+    let mut directory = RuntimeDirectory::open(&path, true).unwrap();
     let _control = directory.bind_control(bind).unwrap();
     assert_eq!(bits(&path), 0o711);
     assert_eq!(bits(&directory.control_socket()), 0o666);
@@ -44,7 +44,7 @@ fn other_users_may_connect_where_they_are_allowed() {
 #[test]
 fn a_second_daemon_is_refused_while_the_first_one_lives() {
     let (_parent, path) = fresh();
-    let first = RuntimeDirectory::open(&path, false).unwrap();
+    let mut first = RuntimeDirectory::open(&path, false).unwrap();
     let _control = first.bind_control(bind).unwrap();
     let error = RuntimeDirectory::open(&path, false).unwrap_err();
     assert!(matches!(error, RuntimeDirectoryError::AlreadyRunning { .. }), "{error}");
@@ -56,7 +56,7 @@ fn a_second_daemon_is_refused_while_the_first_one_lives() {
 #[test]
 fn the_lock_and_its_file_last_while_a_device_process_holds_its_descriptor() {
     let (_parent, path) = fresh();
-    let first = RuntimeDirectory::open(&path, false).unwrap();
+    let mut first = RuntimeDirectory::open(&path, false).unwrap();
     let _control = first.bind_control(bind).unwrap();
     let inherited = first.lock().try_clone().unwrap();
     drop(first);
@@ -72,7 +72,7 @@ fn the_lock_and_its_file_last_while_a_device_process_holds_its_descriptor() {
 #[test]
 fn a_stale_socket_is_replaced() {
     let (_parent, path) = fresh();
-    let first = RuntimeDirectory::open(&path, false).unwrap();
+    let mut first = RuntimeDirectory::open(&path, false).unwrap();
     drop(first.bind_control(bind).unwrap());
     let stale = fs::symlink_metadata(first.control_socket()).unwrap();
     assert!(stale.file_type().is_socket());
@@ -80,9 +80,25 @@ fn a_stale_socket_is_replaced() {
 }
 
 #[test]
+fn a_socket_on_which_somebody_listens_is_refused_though_the_lock_is_free_and_outlives_the_refusal()
+{
+    let (_parent, path) = fresh();
+    let mut directory = RuntimeDirectory::open(&path, false).unwrap();
+    let socket = directory.descriptor_socket();
+    let listener = UnixListener::bind(&socket).unwrap();
+    let _control = directory.bind_control(bind).unwrap();
+    let error = directory.bind_descriptor(bind).unwrap_err();
+    assert!(matches!(error, RuntimeDirectoryError::Refused { .. }), "{error}");
+    drop(directory);
+    assert!(socket.exists(), "only what was bound here is taken away");
+    drop(listener);
+    RuntimeDirectory::open(&path, false).unwrap().bind_descriptor(bind).unwrap();
+}
+
+#[test]
 fn whatever_else_lies_at_a_sockets_path_is_refused_and_left_alone() {
     let (_parent, path) = fresh();
-    let directory = RuntimeDirectory::open(&path, false).unwrap();
+    let mut directory = RuntimeDirectory::open(&path, false).unwrap();
     let socket = directory.control_socket();
 
     fs::write(&socket, "mine").unwrap();
