@@ -32,39 +32,11 @@ pub(crate) fn ping(options: &AskOptions) -> anyhow::Result<ExitCode> {
 /// How long the daemon may take to answer an operator's question.
 pub(crate) const ADMIN_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The daemon's own counters that a report shows.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Counted {
-    /// Entries of the compiler while plans were sealed: 0, or something is wrong.
-    pub(crate) compiles_after_seal: u64,
-    /// Copies refused by the executors.
-    pub(crate) refusals: u64,
-}
-
-impl Counted {
-    /// Reads the counters of all devices.
-    pub(crate) fn read(reply: &v1::InspectReply) -> Self {
-        let counters = reply.devices.iter().flat_map(|device| &device.counters);
-        let mut counted = Self::default();
-        for counter in counters {
-            match counter.name.as_str() {
-                "statecopy_entries_while_serving_total" if counter.label.contains("compiler") => {
-                    counted.compiles_after_seal += counter.value;
-                }
-                "statecopy_executor_refusals_total" => counted.refusals += counter.value,
-                _ => {}
-            }
-        }
-        counted
-    }
-
-    /// What was counted since.
-    pub(crate) fn since(self, before: &Self) -> Self {
-        Self {
-            compiles_after_seal: self
-                .compiles_after_seal
-                .saturating_sub(before.compiles_after_seal),
-            refusals: self.refusals.saturating_sub(before.refusals),
-        }
-    }
+/// How often compilers were entered while plans were sealed, over all devices: 0, or something is wrong.
+pub(crate) fn compiles_while_serving(reply: &v1::InspectReply) -> u64 {
+    let counters = reply.devices.iter().flat_map(|device| &device.counters);
+    let compiles = counters.filter(|counter| {
+        counter.name == "statecopy_entries_while_serving_total" && counter.label == "compiler"
+    });
+    compiles.map(|counter| counter.value).sum()
 }

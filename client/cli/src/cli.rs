@@ -185,6 +185,9 @@ pub(crate) struct ReplayOptions {
 /// The daemon that a command starts for itself, and its device process.
 #[derive(Debug, Args)]
 pub(crate) struct DaemonOptions {
+    /// The command's temporary directory: the daemon ends with the command, and removes it if the command cannot
+    #[arg(long)]
+    pub(crate) directory: Option<PathBuf>,
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     pub(crate) arguments: Vec<OsString>,
 }

@@ -15,20 +15,27 @@ use statecopy_client::blocking::Admin;
 
 use self::report::Report;
 use self::worker::{Message, WorkerReport};
-use crate::ask::{ADMIN_TIMEOUT, Counted};
+use crate::ask::{ADMIN_TIMEOUT, compiles_while_serving};
 use crate::cli::DemoOptions;
 use crate::failure::{EXIT_MISMATCHES, Failure};
 use crate::spawn::{self, DaemonInUse};
 use crate::terminal;
+use crate::worker::available;
+use crate::worker::memory::touched_bytes;
+use crate::workload::arrangement::Arrangement;
 
 /// Runs the demonstration. The exit code says whether every byte was right.
 ///
 /// # Errors
 /// When daemon or workers cannot be started, or one of them fails.
 pub(crate) fn run(options: &DemoOptions) -> anyhow::Result<ExitCode> {
+    let (rows, selected) = sizes(options);
+    let arrangement = Arrangement::new(options.preset, usize::try_from(options.layers)?, rows)?;
+    let each = touched_bytes(&arrangement, selected);
+    available::check(each.saturating_mul(options.workers.into()))?;
     let daemon = DaemonInUse::get(options.common.address.as_ref())?;
     let admin = Admin::connect(daemon.address().clone(), ADMIN_TIMEOUT)?;
-    let before = Counted::read(&admin.inspect()?);
+    let before = compiles_while_serving(&admin.inspect()?);
     if !options.common.json {
         terminal::note(&format!(
             "Daemon: {}. While this runs: statecopy status --address {}",
@@ -39,16 +46,23 @@ pub(crate) fn run(options: &DemoOptions) -> anyhow::Result<ExitCode> {
     let start = Instant::now();
     let workers = run_workers(options, &daemon)?;
     let took = start.elapsed();
-    let after = Counted::read(&admin.inspect()?);
+    let compiles = compiles_while_serving(&admin.inspect()?).saturating_sub(before);
     drop(admin);
     daemon.release()?;
-    let report = Report::new(options, &workers, after.since(&before), took);
+    let report = Report::new(options, &workers, compiles, took);
     if options.common.json {
         terminal::print_json(&report)?;
     } else {
         terminal::print(&report.to_string())?;
     }
     Ok(if report.mismatches == 0 { ExitCode::SUCCESS } else { ExitCode::from(EXIT_MISMATCHES) })
+}
+
+/// Rows of a cache, and rows that a step selects at most.
+fn sizes(options: &DemoOptions) -> (u64, u64) {
+    let shape = options.preset.shape();
+    let rows = options.rows.map_or(shape.rows, u64::from);
+    (rows, options.selected.map_or(shape.selected_max, u64::from))
 }
 
 /// A worker process. It does not outlive the demonstration.
@@ -107,15 +121,15 @@ fn start_worker(
     number: u32,
     messages: Sender<anyhow::Result<Message>>,
 ) -> anyhow::Result<WorkerProcess> {
-    let shape = options.preset.shape();
+    let (rows, selected) = sizes(options);
     let mut command = spawn::again("demo-worker");
     command.arg("--address").arg(daemon.address().to_string());
     for (flag, value) in [
         ("--preset", options.preset.name().to_owned()),
         ("--number", number.to_string()),
         ("--layers", options.layers.to_string()),
-        ("--rows", options.rows.map_or(shape.rows, u64::from).to_string()),
-        ("--selected", options.selected.map_or(shape.selected_max, u64::from).to_string()),
+        ("--rows", rows.to_string()),
+        ("--selected", selected.to_string()),
         ("--steps", options.steps.to_string()),
         ("--seed", options.common.seed.to_string()),
     ] {

@@ -18,14 +18,15 @@ use statecopy_client::blocking::{Admin, Client};
 use self::report::Report;
 use self::scheduler::{Chunk, Initial, Limits, Row, Scheduler, Step};
 use self::trace::{LINE_BYTES_MAX, LineError, TraceRequest};
-use crate::ask::{ADMIN_TIMEOUT, Counted};
+use crate::ask::{ADMIN_TIMEOUT, compiles_while_serving};
 use crate::cli::{ReplayOptions, connect_options};
 use crate::failure::{EXIT_MISMATCHES, Failure};
 use crate::spawn::DaemonInUse;
 use crate::terminal;
+use crate::worker::available;
 use crate::worker::copier::{Copier, Daemon};
 use crate::worker::cycle::{Tally, Worker};
-use crate::worker::memory::WorkerMemory;
+use crate::worker::memory::{WorkerMemory, touched_bytes};
 use crate::workload::arrangement::Arrangement;
 use crate::workload::selection::Selection;
 
@@ -40,6 +41,13 @@ struct Replayed {
     prefill_steps: u64,
     prefix_hits: u64,
     wall: Duration,
+}
+
+/// What the daemon counted meanwhile.
+#[derive(Debug, Clone, Copy, Default)]
+struct DaemonCounts {
+    refusals: u64,
+    compiles_after_seal: u64,
 }
 
 /// Runs the replay. The exit code says whether every byte was right.
@@ -123,17 +131,18 @@ fn schedule(options: &ReplayOptions, mut scheduler: Scheduler) -> Report {
     }
     replayed.steps = scheduler.steps();
     replayed.prefix_hits = scheduler.prefix_hits();
-    Report::new(options, replayed, &tally, Counted::default())
+    Report::new(options, replayed, &tally, DaemonCounts::default())
 }
 
 fn copy(options: &ReplayOptions, scheduler: Scheduler) -> anyhow::Result<Report> {
-    let daemon = DaemonInUse::get(options.common.address.as_ref())?;
-    let admin = Admin::connect(daemon.address().clone(), ADMIN_TIMEOUT)?;
-    let before = Counted::read(&admin.inspect()?);
     let rows = limits(options).rows;
     let selected_max = u64::from(options.max_num_seqs);
     let layers = usize::try_from(options.layers)?;
     let arrangement = Arrangement::new(options.preset, layers, rows.into())?;
+    available::check(touched_bytes(&arrangement, selected_max))?;
+    let daemon = DaemonInUse::get(options.common.address.as_ref())?;
+    let admin = Admin::connect(daemon.address().clone(), ADMIN_TIMEOUT)?;
+    let before = compiles_while_serving(&admin.inspect()?);
     let page = rustix::param::page_size() as u64;
     let memory = WorkerMemory::allocate(arrangement, selected_max, options.common.seed, page)?;
     let client = Client::connect(daemon.address().clone(), connect_options("replay".to_owned()))?;
@@ -142,11 +151,13 @@ fn copy(options: &ReplayOptions, scheduler: Scheduler) -> anyhow::Result<Report>
     let replayed = play(options, scheduler, &mut worker)?;
     worker.check_everything()?;
     let (tally, copier) = worker.into_parts();
-    copier.close()?;
-    let after = Counted::read(&admin.inspect()?);
+    let counts = DaemonCounts {
+        refusals: copier.close()?,
+        compiles_after_seal: compiles_while_serving(&admin.inspect()?).saturating_sub(before),
+    };
     drop(admin);
     daemon.release()?;
-    Ok(Report::new(options, replayed, &tally, after.since(&before)))
+    Ok(Report::new(options, replayed, &tally, counts))
 }
 
 /// Copies step after step.

@@ -1,7 +1,7 @@
 //! This program as several processes: it starts itself again as the daemon, and as the workers of the demonstration.
 
 use std::ffi::OsString;
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::Read;
 use std::iter;
 use std::os::unix::process::CommandExt;
@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
-use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
+use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_death_signal};
 use statecopy_client::Address;
 use statecopy_client::blocking::Admin;
 use statecopyd::config::SelfProgram;
@@ -31,7 +31,7 @@ const LOG_LINES: usize = 10;
 const DAEMON: &str = "daemon";
 const DEVICE_PROCESS: &str = "device-process";
 
-/// This program again, with other arguments. It ends when this process ends.
+/// This program again, with other arguments.
 pub(crate) fn again(subcommand: &str) -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("statecopy").arg(subcommand).stdin(Stdio::null());
@@ -45,13 +45,20 @@ pub(crate) fn end_with_parent() -> anyhow::Result<()> {
 
 /// The hidden subcommand: this process becomes the daemon, or a device process of it.
 pub(crate) fn be_daemon(options: DaemonOptions) -> ExitCode {
-    let is_device_process = options.arguments.first().is_some_and(|first| first == DEVICE_PROCESS);
-    if !is_device_process && let Err(error) = end_with_parent() {
+    let parent = getppid();
+    if options.directory.is_some()
+        && let Err(error) = end_with_parent()
+    {
         return crate::failure::report(&error);
     }
     let arguments = vec![DAEMON.to_owned(), DEVICE_PROCESS.to_owned()];
     let named = iter::once(OsString::from("statecopyd")).chain(options.arguments);
-    statecopyd::cli::run(named, SelfProgram { arguments })
+    let exit = statecopyd::cli::run(named, SelfProgram { arguments });
+    if let Some(directory) = options.directory.filter(|_| getppid() != parent) {
+        // The command was killed and cannot do it. Whatever is in the way stays.
+        let _removed = fs::remove_dir_all(directory);
+    }
+    exit
 }
 
 /// A daemon of this command's own, in a runtime directory that goes with it.
@@ -74,10 +81,14 @@ impl OwnDaemon {
         let address = address.map_err(statecopy_client::Error::from)?;
         let log = File::create(directory.path().join("log")).context("The daemon's log")?;
         let child = again(DAEMON)
+            .arg("--directory")
+            .arg(directory.path())
             .args(["serve", "--http-address", "off", "--log-level", "warn", "--runtime-dir"])
             .arg(directory.path().join("run"))
             .stdout(Stdio::null())
             .stderr(log)
+            // An interrupt from the terminal ends the command, which then ends the daemon in its own way.
+            .process_group(0)
             .spawn()
             .context("Starting the daemon")?;
         let mut daemon = Self { child, address, directory };

@@ -6,7 +6,6 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::worker::WorkerReport;
-use crate::ask::Counted;
 use crate::cli::DemoOptions;
 use crate::terminal::{Table, bytes, grouped};
 use crate::workload::latency::Latencies;
@@ -36,11 +35,11 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    /// Adds up what the workers counted. `counted` is what the daemon counted meanwhile.
+    /// Adds up what the workers counted. `compiles` are the device's, after the seal.
     pub(crate) fn new(
         options: &DemoOptions,
         workers: &[WorkerReport],
-        counted: Counted,
+        compiles: u64,
         took: Duration,
     ) -> Self {
         let sum = |field: fn(&WorkerReport) -> u64| workers.iter().map(field).sum::<u64>();
@@ -68,8 +67,8 @@ impl Report {
             scatter_us_p50: scatter.percentile_us(50.0),
             scatter_us_p99: scatter.percentile_us(99.0),
             mismatches: sum(|worker| worker.mismatches),
-            compiles_after_seal: counted.compiles_after_seal,
-            refusals: counted.refusals,
+            compiles_after_seal: compiles,
+            refusals: sum(|worker| worker.refusals),
             seconds: took.as_secs_f64(),
         }
     }

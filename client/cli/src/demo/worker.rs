@@ -47,6 +47,7 @@ pub(crate) struct WorkerReport {
     pub(crate) rows_cleared: u64,
     pub(crate) rows_scattered: u64,
     pub(crate) rows_skipped: u64,
+    pub(crate) refusals: u64,
     pub(crate) mismatches: u64,
     pub(crate) gather: Vec<(u64, u64)>,
     pub(crate) scatter: Vec<(u64, u64)>,
@@ -85,8 +86,7 @@ fn work(options: &WorkerOptions) -> anyhow::Result<WorkerReport> {
     worker.check_everything()?;
     let seconds = start.elapsed();
     let (tally, daemon) = worker.into_parts();
-    daemon.close()?;
-    Ok(report(device, &tally, seconds))
+    Ok(report(device, &tally, daemon.close()?, seconds))
 }
 
 fn run_steps(
@@ -118,13 +118,14 @@ fn run_steps(
     Ok(())
 }
 
-fn report(device: String, tally: &Tally, took: Duration) -> WorkerReport {
+fn report(device: String, tally: &Tally, refusals: u64, took: Duration) -> WorkerReport {
     WorkerReport {
         device,
         rows_gathered: tally.rows_gathered,
         rows_cleared: tally.rows_cleared,
         rows_scattered: tally.rows_scattered,
         rows_skipped: tally.rows_skipped,
+        refusals,
         mismatches: tally.mismatches,
         gather: tally.gather.samples(),
         scatter: tally.scatter.samples(),

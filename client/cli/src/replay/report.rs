@@ -4,8 +4,7 @@ use std::fmt;
 
 use serde::Serialize;
 
-use super::Replayed;
-use crate::ask::Counted;
+use super::{DaemonCounts, Replayed};
 use crate::cli::ReplayOptions;
 use crate::terminal::{Table, bytes, grouped};
 use crate::worker::cycle::Tally;
@@ -40,7 +39,7 @@ impl Report {
         options: &ReplayOptions,
         replayed: Replayed,
         tally: &Tally,
-        counted: Counted,
+        daemon: DaemonCounts,
     ) -> Self {
         let mut copies = Latencies::default();
         copies.merge(&tally.gather.samples());
@@ -70,8 +69,8 @@ impl Report {
             copy_share_of_wall: if wall > 0.0 { copying.as_secs_f64() / wall } else { 0.0 },
             wall_seconds: wall,
             mismatches: tally.mismatches,
-            compiles_after_seal: counted.compiles_after_seal,
-            refusals: counted.refusals,
+            compiles_after_seal: daemon.compiles_after_seal,
+            refusals: daemon.refusals,
         }
     }
 }

@@ -60,7 +60,7 @@ fn a_dry_run_counts_what_a_replay_copies() {
     let scheduler = Scheduler::new(limits(&dry), read_trace(&dry.trace, None).unwrap()).unwrap();
     let counted = serde_json::to_value(schedule(&dry, scheduler)).unwrap();
     let (replayed, tally) = replay(&options(&[]), Fault::None);
-    let copied = Report::new(&options(&[]), replayed, &tally, Counted::default());
+    let copied = Report::new(&options(&[]), replayed, &tally, DaemonCounts::default());
     let copied = serde_json::to_value(copied).unwrap();
     for key in [
         "requests",

@@ -90,12 +90,17 @@ impl Daemon {
         Ok(Self { client, packed, layers, all })
     }
 
-    /// Gives everything back.
+    /// Gives everything back. Returns how many requests of this session the daemon refused.
     ///
     /// # Errors
     /// When the daemon does not answer.
-    pub(crate) fn close(self) -> anyhow::Result<()> {
-        Ok(self.client.close()?)
+    pub(crate) fn close(self) -> anyhow::Result<u64> {
+        let id = self.client.session().context("The session has ended")?.id.0;
+        let sessions = self.client.inspect()?.sessions;
+        let own = sessions.iter().find(|session| session.session_id == id);
+        let refusals = own.context("The daemon does not show this session")?.refusals;
+        self.client.close()?;
+        Ok(refusals)
     }
 }
 

@@ -32,6 +32,13 @@ pub(crate) struct WorkerMemory {
     piece: Vec<u8>,
 }
 
+/// Bytes that a worker with such an arrangement touches: payloads and the packed buffer. Gaps cost nothing.
+pub(crate) fn touched_bytes(arrangement: &Arrangement, selected_max: u64) -> u64 {
+    let rows = arrangement.layout.rows().saturating_add(selected_max);
+    let layers = arrangement.layers().count() as u64;
+    rows.saturating_mul(layers).saturating_mul(arrangement.layout.payload_bytes())
+}
+
 /// Shared memory, as the worker reaches it.
 #[derive(Debug)]
 struct Shared {
