@@ -19,7 +19,9 @@ use std::time::{Duration, Instant};
 
 use statecopy_proto::{DataType, Direction, IndexWidth, PlanKind};
 
-use crate::device::{Device, Flags, Indices, Launch, Launcher as _, Moved, Slice};
+use crate::device::{
+    Device, Flags, Indices, Launch, Launcher as _, Moved, Region as _, Slice, Ticket,
+};
 use crate::layout::{CacheLayout, Placement};
 use crate::plan::{self, KernelClass};
 use crate::reference;
@@ -195,6 +197,17 @@ fn check_by<T: DeviceUnderTest>(device: &T, kind: PlanKind, direction: Direction
     assert_bytes(&after, &packed, || format!("Packed after {}", what()));
 }
 
+/// Polls a launch until it answers.
+pub(crate) fn outcome<D: Device>(launcher: &mut D::Launcher, ticket: Ticket) -> Moved {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(moved) = launcher.poll(ticket).expect("the device works") {
+            return moved;
+        }
+        assert!(Instant::now() < deadline, "The launch did not end");
+    }
+}
+
 /// Everything that a case needs on the device.
 pub(crate) struct Bench<'a, T: DeviceUnderTest> {
     device: &'a T,
@@ -267,13 +280,7 @@ impl<'a, T: DeviceUnderTest> Bench<'a, T> {
         }
         let mut moved = Moved::default();
         for ticket in tickets {
-            let deadline = Instant::now() + PATIENCE;
-            let more = loop {
-                if let Some(more) = launcher.poll(ticket).expect("the device works") {
-                    break more;
-                }
-                assert!(Instant::now() < deadline, "The launch did not end");
-            };
+            let more = outcome::<T::Device>(&mut launcher, ticket);
             moved.copied += more.copied;
             moved.masked += more.masked;
         }
@@ -286,7 +293,7 @@ impl<'a, T: DeviceUnderTest> Bench<'a, T> {
         direction: Direction,
         case: &Case,
         part: Range<u64>,
-    ) -> crate::device::Ticket {
+    ) -> Ticket {
         let narrow: Vec<i32> = match case.width {
             IndexWidth::Int32 => {
                 case.indices.iter().map(|it| (*it).try_into().expect("it is an INT32")).collect()
@@ -341,7 +348,7 @@ impl<'a, T: DeviceUnderTest> Bench<'a, T> {
     }
 
     pub(crate) fn contents(&self, region: &RegionOf<T>) -> Vec<u8> {
-        let mut bytes = vec![0; small(crate::device::Region::bytes(region))];
+        let mut bytes = vec![0; small(region.bytes())];
         self.device.read(region, 0, &mut bytes);
         bytes
     }

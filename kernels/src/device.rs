@@ -274,3 +274,34 @@ pub trait Launcher<D: Device>: Send {
     /// When the device failed.
     fn poll(&mut self, ticket: Ticket) -> Result<Option<Moved>, DeviceFault>;
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug)]
+    struct Bytes(u64);
+
+    impl Region for Bytes {
+        fn bytes(&self) -> u64 {
+            self.0
+        }
+
+        fn allocation(&self) -> AllocationId {
+            AllocationId(0, 0)
+        }
+    }
+
+    #[test]
+    fn a_slice_lies_inside_its_region() {
+        let region = Arc::new(Bytes(100));
+        for (offset, bytes) in [(0, 0), (0, 100), (100, 0), (99, 1), (40, 60)] {
+            let slice = Slice::new(&region, offset, bytes).unwrap();
+            assert_eq!((slice.offset(), slice.bytes()), (offset, bytes));
+        }
+        for (offset, bytes) in [(0, 101), (101, 0), (99, 2), (u64::MAX, 1), (1, u64::MAX), (50, 51)]
+        {
+            assert!(Slice::new(&region, offset, bytes).is_none(), "{offset} {bytes}");
+        }
+    }
+}

@@ -106,3 +106,55 @@ impl KernelClass {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::signature::DeviceUuid;
+
+    fn layout(dtype: DataType) -> CacheLayout {
+        CacheLayout::with_page_stride(dtype, [2, 1, 1, 4], 8).unwrap()
+    }
+
+    #[test]
+    fn only_the_two_fused_types_are_fused_and_only_where_the_device_declares_them() {
+        for dtype in DataType::ALL {
+            let fusible = matches!(dtype, DataType::Float32 | DataType::BFloat16);
+            let expected = if fusible { PlanKind::Fused } else { PlanKind::ByteCopy };
+            assert_eq!(choose(&DataType::ALL, &layout(dtype)), expected, "{dtype}");
+            // A device of unknown family declares none.
+            assert_eq!(choose(&[], &layout(dtype)), PlanKind::ByteCopy, "{dtype}");
+        }
+        let only_float32 = [DataType::Float32];
+        assert_eq!(choose(&only_float32, &layout(DataType::BFloat16)), PlanKind::ByteCopy);
+    }
+
+    #[test]
+    fn a_plan_prepares_exactly_what_serves_its_requests() {
+        for (kind, count) in [(PlanKind::Fused, 4), (PlanKind::ByteCopy, 1)] {
+            let mut serving: Vec<Variant> = Direction::ALL
+                .iter()
+                .flat_map(|direction| IndexWidth::ALL.map(|width| (*direction, width)))
+                .map(|(direction, width)| Variant::serving(kind, direction, width))
+                .collect();
+            serving.dedup();
+            assert_eq!(serving, Variant::of(kind));
+            assert_eq!(serving.len(), count);
+        }
+        for (at, variant) in Variant::ALL.into_iter().enumerate() {
+            assert_eq!(variant.ordinal(), at);
+        }
+    }
+
+    #[test]
+    fn rows_page_stride_and_allocation_are_no_part_of_a_kernel_class() {
+        let class = |rows, page_stride, offset| {
+            let layout =
+                CacheLayout::with_page_stride(DataType::Float32, [rows, 1, 1, 4], page_stride);
+            let signature = Signature::new(DeviceUuid([1; 16]), layout.unwrap(), offset);
+            KernelClass::of(PlanKind::Fused, &signature)
+        };
+        assert_eq!(class(2, 8, 4), class(9, 100, 4 + 4096));
+        assert_ne!(class(2, 8, 4), class(2, 8, 8));
+    }
+}

@@ -1,6 +1,5 @@
 //! Contract: Both, and what Cache and Plan ask of a copy.
 
-use std::sync::atomic::Ordering;
 use std::thread;
 
 use statecopy_proto::{DataType, Direction, IndexWidth, PlanKind};
@@ -9,7 +8,7 @@ use super::{Bench, Case, DeviceUnderTest, Inputs, assert_bytes, cache, check_bot
 use crate::device::{Device as _, Moved};
 use crate::layout::CacheLayout;
 use crate::plan;
-use crate::sync::AtomicBool;
+use crate::sync::{AtomicBool, Ordering};
 
 /// Row 0 is copied like any other; nothing takes it for a null block.
 pub fn row_zero_is_a_row_like_any_other<T: DeviceUnderTest>(device: &T) {
@@ -169,6 +168,7 @@ pub fn a_shared_index_that_changes_is_one_row_or_another<T: DeviceUnderTest>(dev
                 }
             }
         });
+        let _stop = StopAtEnd(&stop);
         for _ in 0..LAUNCHES {
             let moved = bench.run(Direction::Gather, &case);
             assert_eq!(moved.copied + moved.masked, 64);
@@ -177,8 +177,16 @@ pub fn a_shared_index_that_changes_is_one_row_or_another<T: DeviceUnderTest>(dev
                 assert!(row[0] <= 3 && row.iter().all(|byte| *byte == row[0]), "a mixed row");
             }
         }
-        stop.store(true, Ordering::Relaxed);
     });
+}
+
+/// Ends the writing thread even when an assertion unwinds, so that a failure is no hang.
+struct StopAtEnd<'a>(&'a AtomicBool);
+
+impl Drop for StopAtEnd<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }
 
 /// A page stride past 4 GiB with INT32 indices: addresses are computed in 64 bits.

@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use statecopy_proto::{DataType, Direction, IndexWidth, PlanKind, RefusalCode};
 
-use super::{Case, DeviceUnderTest, cache, check, check_both_ways};
+use super::{Case, DeviceUnderTest, cache, check, check_both_ways, outcome};
 use crate::device::{Device, Flags, Indices, Launch, Launcher as _, Region as _, Slice};
 use crate::plan::{self, KernelClass, Variant};
 use crate::signature::Signature;
 
 /// Prepare runs each variant on a one-row scratch of the cache's alignment class, and waits for it.
-pub fn one_row_scratch_runs_every_variant<T: DeviceUnderTest>(device: &T) {
-    let device = device.device();
+pub fn one_row_scratch_runs_every_variant<T: DeviceUnderTest>(under_test: &T) {
+    let device = under_test.device();
     for (dtype, base) in [(DataType::Float32, 4), (DataType::BFloat16, 2), (DataType::Int8, 7)] {
         let layout = cache(dtype, 1, 33, 33);
         let bytes = layout.payload_bytes();
@@ -42,11 +42,7 @@ pub fn one_row_scratch_runs_every_variant<T: DeviceUnderTest>(device: &T) {
                 };
                 served.push(launch.variant());
                 let ticket = launcher.launch(&launch).expect("the device works");
-                let moved = loop {
-                    if let Some(moved) = launcher.poll(ticket).expect("the device works") {
-                        break moved;
-                    }
-                };
+                let moved = outcome::<T::Device>(&mut launcher, ticket);
                 assert_eq!((moved.copied, moved.masked), (1, 0));
             }
         }

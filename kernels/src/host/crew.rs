@@ -124,7 +124,7 @@ impl Crew {
     }
 
     fn share(&self, task: &Task<'_>) -> Moved {
-        let address = ptr::from_ref(task).cast_mut().cast::<()>();
+        let address = erased(task);
         // Joins even when this thread unwinds: no helper outlives the task.
         let joined = Joined(self);
         for helper in &self.helpers {
@@ -295,6 +295,11 @@ impl<'a> Task<'a> {
             }
         }
     }
+}
+
+/// The task as a desk holds it. Only what threads may share becomes one.
+fn erased<T: Sync>(task: &T) -> *mut () {
+    ptr::from_ref(task).cast_mut().cast()
 }
 
 fn pieces_per_row(job: &Job<'_>) -> usize {
