@@ -147,22 +147,29 @@ pub fn indices_and_flags_may_lie_in_shared_memory<T: DeviceUnderTest>(device: &T
 }
 
 /// A worker that changes a shared index under a launch gets one row or another, or a cleared one; never a mixture and
-/// never memory outside its cache.
+/// never memory outside its cache: the value that was checked is the value that is used.
 pub fn a_shared_index_that_changes_is_one_row_or_another<T: DeviceUnderTest>(device: &T) {
-    const LAUNCHES: usize = 100;
-    let layout = cache(DataType::UInt8, 3, 4096, 4096);
-    let mut case = Case::new(layout, &[0; 64]);
+    // Many indices, so that a second look at one would meet a change; and long rows.
+    changing_indices(device, 1, 8192);
+    changing_indices(device, 4096, 64);
+}
+
+fn changing_indices<T: DeviceUnderTest>(device: &T, payload: usize, selected: usize) {
+    const LAUNCHES: usize = 60;
+    const PAGE: u64 = 4096;
+    let layout = cache(DataType::UInt8, 3, payload as u64, PAGE);
+    let mut case = Case::new(layout, &vec![0; selected]);
     case.inputs = Inputs::Shared;
     let bench = Bench::new(device, PlanKind::ByteCopy, &case);
     for row in 0..3_u8 {
-        device.write(&bench.cache, u64::from(row) * 4096, &[row + 1; 4096]);
+        device.write(&bench.cache, u64::from(row) * PAGE, &vec![row + 1; payload]);
     }
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
-            let values = [0, 1, 2, -1, i32::MAX, 3, i32::MIN];
-            for value in values.into_iter().cycle() {
-                device.write(bench.inputs(), 0, &value.to_ne_bytes().repeat(64));
+            // An index that was not checked leads far outside every mapping.
+            for value in [0, i32::MAX, 1, i32::MIN, 2, -1, 0, i32::MAX / 2].into_iter().cycle() {
+                device.write(bench.inputs(), 0, &value.to_ne_bytes().repeat(selected));
                 if stop.load(Ordering::Relaxed) {
                     break;
                 }
@@ -171,11 +178,14 @@ pub fn a_shared_index_that_changes_is_one_row_or_another<T: DeviceUnderTest>(dev
         let _stop = StopAtEnd(&stop);
         for _ in 0..LAUNCHES {
             let moved = bench.run(Direction::Gather, &case);
-            assert_eq!(moved.copied + moved.masked, 64);
+            assert_eq!(moved.copied + moved.masked, selected as u64);
             let packed = bench.contents(&bench.packed.region);
-            for row in packed[bench.packed.inner()].chunks(4096) {
+            let mut copied = 0;
+            for row in packed[bench.packed.inner()].chunks(payload) {
                 assert!(row[0] <= 3 && row.iter().all(|byte| *byte == row[0]), "a mixed row");
+                copied += u64::from(row[0] != 0);
             }
+            assert_eq!(copied, moved.copied, "a row is cleared or copied as it was counted");
         }
     });
 }
