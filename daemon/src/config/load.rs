@@ -11,6 +11,8 @@ use super::{ConfigError, DeviceKind, LogFormat, Settings};
 const DEFAULT_FILE: &str = "/etc/statecopy/statecopyd.toml";
 /// What every variable begins with.
 const PREFIX: &str = "STATECOPY_";
+/// Variables of the same beginning that belong to clients.
+const OF_CLIENTS: [&str; 1] = ["STATECOPY_ADDR"];
 /// Between a table and its field in the name of a variable.
 const SEPARATOR: &str = "__";
 
@@ -158,7 +160,7 @@ impl Variables {
             let key = rest.to_ascii_lowercase().replace(SEPARATOR, ".");
             if keys.contains(&key) {
                 variables.known.push((key, variable.clone(), value.clone()));
-            } else {
+            } else if !OF_CLIENTS.contains(&variable.as_str()) {
                 variables.ignored.push(variable.clone());
             }
         }
@@ -269,7 +271,8 @@ mod tests {
 
     #[test]
     fn a_variable_that_is_no_setting_is_reported_and_ignored() {
-        let loaded = load(&Flags::default(), variables(&[("STATECOPY_SOKET", "x")])).unwrap();
+        let environment = variables(&[("STATECOPY_SOKET", "x"), ("STATECOPY_ADDR", "/run/x")]);
+        let loaded = load(&Flags::default(), environment).unwrap();
         assert_eq!(loaded.ignored, ["STATECOPY_SOKET"]);
     }
 }

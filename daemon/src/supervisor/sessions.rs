@@ -282,15 +282,16 @@ impl Sessions {
         })
     }
 
-    /// Adds descriptors that wait under a tag, and says how many wait there now.
+    /// Adds descriptors that wait under a tag, and says how many wait there now. Where it refuses, they stay with the
+    /// caller: closing a foreign descriptor may take as long as its file system likes.
     ///
     /// # Errors
-    /// QUOTA_EXCEEDED at `limits.descriptors_pending_max` and where the daemon can hold no more; none is kept then.
+    /// QUOTA_EXCEEDED at `limits.descriptors_pending_max` and where the daemon can hold no more.
     pub(crate) fn add_descriptors(
         &self,
         id: SessionId,
         tag: u64,
-        descriptors: Vec<OwnedFd>,
+        descriptors: &mut Vec<OwnedFd>,
     ) -> Result<u32, Refusal> {
         let max = self.limits.descriptors_pending_max;
         let held = self.lock().descriptors_held();
@@ -301,7 +302,7 @@ impl Sessions {
     /// Takes what waits under a tag.
     ///
     /// # Errors
-    /// HANDLE_INVALID when another number waits there; they are closed then.
+    /// HANDLE_INVALID when another number waits there; they are closed then, so call it where that may take its time.
     pub(crate) fn take_descriptors(
         &self,
         id: SessionId,

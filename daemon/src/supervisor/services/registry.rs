@@ -9,7 +9,7 @@ use std::sync::Arc;
 use statecopy_descriptors::{MemoryError, SealedMemory};
 use statecopy_kernels::device::AllocationId;
 use statecopy_proto::v1::registry_service_server::RegistryService;
-use statecopy_proto::{Refusal, RefusalCode, RegionId, v1};
+use statecopy_proto::{Refusal, RefusalCode, RegionId, SessionId, v1};
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
@@ -183,24 +183,38 @@ impl Services {
 
 async fn import(work: &Work, request: v1::RegisterRegionRequest) -> Result<RegionId, Refusal> {
     let (sessions, id) = (&work.control.sessions, work.grant.id);
-    // Taken first: whatever is wrong, nothing stays behind under the tag.
-    let descriptors = match request.descriptors {
-        Some(named) => sessions.take_descriptors(id, named.tag, named.count)?,
-        None => Vec::new(),
-    };
-    let kind = v1::HandleKind::try_from(request.kind).unwrap_or_default();
     let bytes = request.size_bytes;
-    let max = work.control.settings.limits.region_bytes_max;
-    within("bytes in one region", "limits.region_bytes_max", bytes, max)?;
-    let memory = adopt(kind, descriptors, &request.handle, bytes)?;
+    let kind = v1::HandleKind::try_from(request.kind).unwrap_or_default();
+    let control = Arc::clone(&work.control);
+    // What is refused is closed there: a foreign file system may take long for it.
+    let take = tokio::task::spawn_blocking(move || take_memory(&control, id, kind, &request));
+    let (fd, allocation) = take.await.unwrap_or_else(|_| Err(goes_on("ended by itself")))?;
     let region = sessions.next_region(id)?;
-    let fd = memory.try_clone_fd().map_err(|error| no_descriptor(&error))?;
-    let allocation = memory.allocation();
     let record = RegionRecord { id: region, handle: RegionHandle::Memfd(Arc::new(fd)), bytes };
     work.grant.device.import_region(id, record.clone()).await?;
-    let allocation = AllocationId(allocation.dev, allocation.ino);
     sessions.add_region(id, HeldRegion { record, kind, allocation })?;
     Ok(region)
+}
+
+/// Takes the descriptors that the request names, and checks that they are the memory that it announces.
+fn take_memory(
+    control: &Control,
+    id: SessionId,
+    kind: v1::HandleKind,
+    request: &v1::RegisterRegionRequest,
+) -> Result<(OwnedFd, AllocationId), Refusal> {
+    // Taken first: whatever is wrong, nothing stays behind under the tag.
+    let descriptors = match &request.descriptors {
+        Some(named) => control.sessions.take_descriptors(id, named.tag, named.count)?,
+        None => Vec::new(),
+    };
+    let bytes = request.size_bytes;
+    let max = control.settings.limits.region_bytes_max;
+    within("bytes in one region", "limits.region_bytes_max", bytes, max)?;
+    let memory = adopt(kind, descriptors, &request.handle, bytes)?;
+    let fd = memory.try_clone_fd().map_err(|error| no_descriptor(&error))?;
+    let allocation = memory.allocation();
+    Ok((fd, AllocationId(allocation.dev, allocation.ino)))
 }
 
 /// The memory that was offered.

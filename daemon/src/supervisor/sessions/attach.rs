@@ -135,7 +135,12 @@ async fn serve_attached(
         let mut buffer = [0; RECORD_BYTES_MAX];
         let received = connection.receive(&mut buffer, DESCRIPTORS_MAX as usize).await;
         let answer = match received {
-            Ok(received) => take(control, grant, &buffer, received),
+            Ok(mut received) => {
+                let answer = take(control, grant, &buffer, &mut received);
+                // What was not taken may take long to close.
+                let _ = tokio::task::spawn_blocking(move || drop(received)).await;
+                answer
+            }
             Err(
                 error @ (ChannelError::MessageTruncated { .. }
                 | ChannelError::TooManyDescriptors { .. }),
@@ -157,7 +162,7 @@ fn take(
     control: &Control,
     grant: &Grant,
     buffer: &[u8],
-    received: Received,
+    received: &mut Received,
 ) -> Result<DaemonRecord, Refusal> {
     let record = buffer.get(..received.bytes).unwrap_or_default();
     let (tag, count) = match WorkerRecord::decode(record) {
@@ -174,7 +179,7 @@ fn take(
             "The record announces {count} descriptors under tag {tag}, and {came} came with it"
         )));
     }
-    let total = control.sessions.add_descriptors(grant.id, tag, received.descriptors)?;
+    let total = control.sessions.add_descriptors(grant.id, tag, &mut received.descriptors)?;
     Ok(DaemonRecord::Received { tag, total })
 }
 

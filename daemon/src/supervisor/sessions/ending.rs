@@ -30,7 +30,8 @@ pub(crate) async fn end_session(control: Arc<Control>, ended: Ended) {
     // A registration that runs comes to its own end first; whoever comes later in the turn finds no session.
     let _turn = turn.acquire().await;
     close_on_device(id, &device).await;
-    drop(held);
+    // Descriptors of foreign file systems may take long to close.
+    let _ = tokio::task::spawn_blocking(move || drop(held)).await;
 }
 
 async fn close_on_device(id: SessionId, device: &crate::supervisor::device::DeviceHandle) {

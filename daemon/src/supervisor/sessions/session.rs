@@ -93,7 +93,7 @@ impl Session {
     pub(super) fn add_descriptors(
         &mut self,
         tag: u64,
-        descriptors: Vec<OwnedFd>,
+        descriptors: &mut Vec<OwnedFd>,
         max: u32,
     ) -> Result<u32, Refusal> {
         let count = u32::try_from(descriptors.len()).unwrap_or(u32::MAX);
@@ -102,7 +102,7 @@ impl Session {
         within("waiting descriptors", setting, pending.into(), max.into())?;
         self.descriptors_pending = pending;
         let tagged = self.descriptors.entry(tag).or_default();
-        tagged.extend(descriptors);
+        tagged.append(descriptors);
         Ok(u32::try_from(tagged.len()).unwrap_or(u32::MAX))
     }
 

@@ -94,17 +94,17 @@ fn descriptors_are_all_kept_or_all_refused_and_given_back_with_the_session() {
     let some = |count: usize| -> Vec<OwnedFd> {
         (0..count).map(|_| File::open("/dev/null").unwrap().into()).collect()
     };
-    assert_eq!(sessions.add_descriptors(id, 1, some(2)).unwrap(), 2);
-    let refusal = sessions.add_descriptors(id, 1, some(2)).unwrap_err();
+    assert_eq!(sessions.add_descriptors(id, 1, &mut some(2)).unwrap(), 2);
+    let refusal = sessions.add_descriptors(id, 1, &mut some(2)).unwrap_err();
     assert_eq!(refusal.code(), RefusalCode::QuotaExceeded);
     assert_eq!(sessions.totals().descriptors_pending, 2);
     let refusal = sessions.take_descriptors(id, 1, 3).unwrap_err();
     assert_eq!(refusal.code(), RefusalCode::HandleInvalid);
     assert_eq!(sessions.totals().descriptors_pending, 0, "they are closed");
-    sessions.add_descriptors(id, 2, some(3)).unwrap();
+    sessions.add_descriptors(id, 2, &mut some(3)).unwrap();
     let ended = sessions.end(id, EndReason::WorkerDied).unwrap();
     assert_eq!(ended.held.1.values().map(Vec::len).sum::<usize>(), 3);
-    let refusal = sessions.add_descriptors(id, 2, some(1)).unwrap_err();
+    let refusal = sessions.add_descriptors(id, 2, &mut some(1)).unwrap_err();
     assert_eq!(refusal.code(), RefusalCode::SessionUnknown);
 }
 
@@ -126,11 +126,11 @@ fn where_few_descriptors_are_left_new_sessions_are_refused_and_old_ones_go_on() 
     let some = |count: usize| -> Vec<OwnedFd> {
         (0..count).map(|_| File::open("/dev/null").unwrap().into()).collect()
     };
-    sessions.add_descriptors(first, 1, some(2)).unwrap();
-    let refusal = sessions.add_descriptors(second, 1, some(1)).unwrap_err();
+    sessions.add_descriptors(first, 1, &mut some(2)).unwrap();
+    let refusal = sessions.add_descriptors(second, 1, &mut some(1)).unwrap_err();
     assert_eq!(refusal.code(), RefusalCode::QuotaExceeded);
     sessions.end(first, EndReason::Closed).unwrap();
-    sessions.add_descriptors(second, 1, some(1)).unwrap();
+    sessions.add_descriptors(second, 1, &mut some(1)).unwrap();
 }
 
 #[test]
