@@ -108,6 +108,15 @@ impl Session {
         Self::exchange(&self.connection, bytes, descriptors)
     }
 
+    /// Hears the next record of the daemon; `None` when it closes the connection.
+    ///
+    /// # Panics
+    /// When what comes is no record of a daemon, or nothing comes.
+    #[must_use]
+    pub fn hear(&self) -> Option<DaemonRecord> {
+        hear(&self.connection)
+    }
+
     /// Sends descriptors under a new tag, properly.
     ///
     /// # Panics
@@ -254,13 +263,17 @@ impl Session {
             Ok(()) | Err(ChannelError::Closed) => {}
             Err(error) => panic!("{error}"),
         }
-        let mut record = [0; RECORD_BYTES_MAX];
-        match connection.receive(&mut record, ATTACHED_DESCRIPTORS_MAX as usize) {
-            Ok(received) => Some(
-                DaemonRecord::decode(&record[..received.bytes]).expect("a record of the daemon"),
-            ),
-            Err(ChannelError::Closed) => None,
-            Err(error) => panic!("{error}"),
+        hear(connection)
+    }
+}
+
+fn hear(connection: &Connection) -> Option<DaemonRecord> {
+    let mut record = [0; RECORD_BYTES_MAX];
+    match connection.receive(&mut record, ATTACHED_DESCRIPTORS_MAX as usize) {
+        Ok(received) => {
+            Some(DaemonRecord::decode(&record[..received.bytes]).expect("a record of the daemon"))
         }
+        Err(ChannelError::Closed) => None,
+        Err(error) => panic!("{error}"),
     }
 }
