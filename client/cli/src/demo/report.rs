@@ -83,7 +83,7 @@ impl fmt::Display for Report {
             "cache",
             format!("{}, {} layers in each of {} workers", self.preset, self.layers, self.workers),
         );
-        line("steps", format!("{} in {:.1} s", grouped(self.steps), self.seconds));
+        line("steps", format!("{} of each worker, {:.1} s", grouped(self.steps), self.seconds));
         line(
             "gathered",
             format!(

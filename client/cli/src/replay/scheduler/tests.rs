@@ -159,11 +159,14 @@ fn a_whole_prompt_that_is_stored_still_computes_its_last_block() {
 
 #[test]
 fn requests_of_one_step_do_not_read_what_the_step_stores() {
-    let ids: Vec<u64> = (1..=6).collect();
-    let limits = Limits { chunk_tokens: 8_192, ..SMALL };
-    let twins = [request(0, 3_000, 1, &ids), request(0, 3_000, 1, &ids)];
-    let (watcher, _, _) = run(limits, &twins);
+    let ids: Vec<u64> = (1..=12).collect();
+    let limits = Limits { chunk_tokens: 4_000, ..SMALL };
+    let twins = [request(0, 6_000, 1, &ids), request(0, 6_000, 1, &ids)];
+    let (watcher, steps, _) = run(limits, &twins);
     assert_eq!(watcher.hits, 0);
+    // The first twin's chunk ends with a block, and the second twin gets the rest of the budget.
+    let ends: Vec<u64> = steps[0].chunks.iter().map(|chunk| chunk.end).collect();
+    assert_eq!(ends, [3_584, 384]);
 }
 
 #[test]
