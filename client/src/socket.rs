@@ -8,7 +8,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use statecopy_descriptors::{AsyncConnection, ChannelError, Connection};
 use statecopy_proto::Refusal;
 use statecopy_proto::descriptor_socket::{
-    ATTACHED_DESCRIPTORS_MAX, DESCRIPTORS_MAX, DaemonRecord, RECORD_BYTES_MAX, Token, WorkerRecord,
+    ATTACHED_DESCRIPTORS, DESCRIPTORS_MAX, DaemonRecord, RECORD_BYTES_MAX, Token, WorkerRecord,
 };
 use tokio::sync::Semaphore;
 use tokio::time::timeout_at;
@@ -34,7 +34,7 @@ impl DescriptorSocket {
         let socket = Self { connection, turn: Semaphore::new(1), broken_off: Mutex::default() };
         let (answer, _) = timeout_at(call.deadline, async {
             socket.send(&WorkerRecord::Attach { token }, &[]).await?;
-            socket.receive(ATTACHED_DESCRIPTORS_MAX).await
+            socket.receive(ATTACHED_DESCRIPTORS).await
         })
         .await
         .map_err(|_| Failure::Unanswered)??;
@@ -132,7 +132,7 @@ fn lost(error: ChannelError) -> Failure {
 fn unexpected(record: DaemonRecord) -> Failure {
     match record {
         DaemonRecord::Refused { code, sentence } => Refusal::new(code, sentence).into(),
-        DaemonRecord::Attached | DaemonRecord::Received { .. } => {
+        DaemonRecord::Attached | DaemonRecord::DeviceProcess | DaemonRecord::Received { .. } => {
             ProtocolError::UnexpectedRecord.into()
         }
     }

@@ -16,7 +16,7 @@ use statecopy_descriptors::{
 use statecopy_kernels::guard::ServingGuard;
 use statecopy_kernels::host::{HostDevice, HostOptions, cpus_allowed};
 use statecopy_proto::Refusal;
-use statecopy_session::{SessionMemory, SessionMemoryError};
+use statecopy_session::{SessionMemory, SessionMemoryError, Waker};
 
 use crate::config::{DeviceKind, DeviceSettings};
 use crate::counters::Counters;
@@ -136,7 +136,7 @@ fn run_host(link: &Arc<Connection>, id: u64, start: Start) -> Result<(), DeviceP
     let opened = HostDevice::open(options).and_then(|device| {
         let device = Arc::new(device);
         let setup = Setup {
-            ring: ring.executor(supervisor_bell),
+            ring: ring.executor(Waker::Doorbell(supervisor_bell)),
             bell: executor_bell,
             counters,
             guard: Arc::clone(&guard),

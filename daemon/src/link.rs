@@ -38,7 +38,8 @@ pub enum Request {
     /// The first message. Descriptors, in order: ring memory, executor's doorbell, supervisor's doorbell, counter memory,
     /// and the runtime directory's lock, which is held as long as the device process lives.
     Start(DeviceSettings),
-    /// Serve a worker's ring. Descriptors, in order: session memory, executor's doorbell, worker's doorbell.
+    /// Serve a worker's ring. Descriptors, in order: session memory, executor's doorbell. The worker sleeps on a futex in the
+    /// session memory: a doorbell that a worker holds is never rung.
     OpenSession {
         /// Whose it is.
         session: SessionId,

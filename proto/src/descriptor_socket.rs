@@ -14,13 +14,19 @@
 //! | ---: | --- | --- | --- |
 //! | 1 | [`WorkerRecord::Attach`] | token, 32 bytes | none |
 //! | 2 | [`WorkerRecord::Descriptors`] | u64 tag, u32 count, u32 zero | `count` |
-//! | 129 | [`DaemonRecord::Attached`] | none | at most [`ATTACHED_DESCRIPTORS_MAX`] |
+//! | 129 | [`DaemonRecord::Attached`] | none | [`ATTACHED_DESCRIPTORS`], or none |
 //! | 130 | [`DaemonRecord::Received`] | u64 tag, u32 total, u32 zero | none |
 //! | 131 | [`DaemonRecord::Refused`] | u16 code, u16 length, the sentence | none |
+//! | 132 | [`DaemonRecord::DeviceProcess`] | none | one |
 //!
 //! A worker says `Attach` first and hears `Attached` or `Refused`. Every `Descriptors` is answered by `Received` or
 //! `Refused`, in order; records of one tag add up, so that a large allocation is sent in batches. After `Refused` the
 //! daemon closes a connection that is not attached; an attached one goes on.
+//!
+//! With `Attached` come, in this order: the session memory (a sealed memfd), the executor's doorbell (an eventfd that the
+//! worker rings while the executor sleeps), and a pidfd of the device process. A daemon that serves no rings sends none of
+//! them: then copies go over gRPC. `DeviceProcess` comes by itself, also between a record and its answer, when another device
+//! process serves the same session memory: its pidfd replaces the earlier one.
 
 use std::fmt;
 
@@ -34,8 +40,11 @@ pub const RECORD_BYTES_MAX: usize = HEADER_BYTES + 4 + SENTENCE_BYTES_MAX;
 pub const SENTENCE_BYTES_MAX: usize = 400;
 /// Descriptors that one message carries at most.
 pub const DESCRIPTORS_MAX: u32 = 64;
-/// Descriptors that may come with [`DaemonRecord::Attached`].
-pub const ATTACHED_DESCRIPTORS_MAX: u32 = 8;
+/// Descriptors that come with [`DaemonRecord::Attached`] where the daemon serves the session's ring: session memory,
+/// executor's doorbell, pidfd of the device process. Where it does not, none come.
+pub const ATTACHED_DESCRIPTORS: u32 = 3;
+/// Descriptors that come with [`DaemonRecord::DeviceProcess`]: the pidfd.
+pub const DEVICE_PROCESS_DESCRIPTORS: u32 = 1;
 /// Bytes of the one-time token.
 pub const TOKEN_BYTES: usize = 32;
 
@@ -46,6 +55,7 @@ const DESCRIPTORS: u16 = 2;
 const ATTACHED: u16 = 129;
 const RECEIVED: u16 = 130;
 const REFUSED: u16 = 131;
+const DEVICE_PROCESS: u16 = 132;
 
 /// Why bytes are no record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -131,8 +141,11 @@ pub enum WorkerRecord {
 /// What the daemon says.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DaemonRecord {
-    /// The session lives as long as this connection.
+    /// The session lives as long as this connection. Beside it the session's ring, if the daemon serves one: see
+    /// [`ATTACHED_DESCRIPTORS`].
     Attached,
+    /// Another device process serves the session's ring from now on. Its pidfd comes beside it. Nobody asked.
+    DeviceProcess,
     /// Descriptors arrived.
     Received {
         /// Under this tag.
@@ -200,6 +213,7 @@ impl DaemonRecord {
     pub fn encode(&self) -> Vec<u8> {
         match self {
             Self::Attached => header(ATTACHED),
+            Self::DeviceProcess => header(DEVICE_PROCESS),
             Self::Received { tag, total } => tagged(RECEIVED, *tag, *total),
             Self::Refused { code, sentence } => {
                 let cut = sentence.floor_char_boundary(SENTENCE_BYTES_MAX);
@@ -222,6 +236,7 @@ impl DaemonRecord {
         let (kind, body) = split(bytes)?;
         match kind {
             ATTACHED => exact::<0>(body).map(|_| Self::Attached),
+            DEVICE_PROCESS => exact::<0>(body).map(|_| Self::DeviceProcess),
             RECEIVED => read_tagged(body).map(|(tag, total)| Self::Received { tag, total }),
             REFUSED => read_refused(body),
             other => Err(RecordError::Kind(other)),
@@ -314,6 +329,7 @@ mod tests {
     fn daemon_records() -> impl Strategy<Value = DaemonRecord> {
         prop_oneof![
             Just(DaemonRecord::Attached),
+            Just(DaemonRecord::DeviceProcess),
             (any::<u64>(), any::<u32>())
                 .prop_map(|(tag, total)| DaemonRecord::Received { tag, total }),
             (0..RefusalCode::ALL.len(), ".{0,150}").prop_map(|(at, sentence)| {

@@ -55,8 +55,8 @@ impl Waiting {
 
 /// What the preparing thread tells the executor. Each is acknowledged with what it replaced.
 enum Command<D: Device> {
-    /// A worker's ring, and the doorbell that the worker rings.
-    Open(SessionId, Box<Ring>, Doorbell),
+    /// A worker's ring, the doorbell that the worker rings, and buffers for inline indices and flags.
+    Open(SessionId, Box<Ring>, Doorbell, Inline),
     /// A session's new table, and buffers for its inline indices and flags.
     Install(SessionId, Arc<SessionTable<D>>, Inline),
     /// A session is over.
@@ -88,14 +88,16 @@ pub(super) struct ExecutorHandle<D: Device> {
 }
 
 impl<D: Device> ExecutorHandle<D> {
-    /// Gives the executor a worker's ring. It is served from now on.
+    /// Gives the executor a worker's ring. It is served from now on, with requests of at most `selected_max` rows until the
+    /// session's next table is installed.
     pub(super) fn open(
         &self,
         session: SessionId,
         ring: Ring,
         bell: Doorbell,
+        selected_max: usize,
     ) -> Result<(), Refusal> {
-        self.tell(Command::Open(session, Box::new(ring), bell))
+        self.tell(Command::Open(session, Box::new(ring), bell, Inline::new(selected_max)))
     }
 
     /// Gives the executor a session's new table. Returns when it uses the old one no more; the old one is dropped here.
@@ -291,8 +293,8 @@ impl<D: Device> Executor<D> {
                 self.ending = true;
                 None
             }
-            Command::Open(session, ring, bell) => {
-                let station = Station::new(Scope::Session(session), *ring, Inline::new(0));
+            Command::Open(session, ring, bell, inline) => {
+                let station = Station::new(Scope::Session(session), *ring, inline);
                 let added = self.bells.add(&bell, session.0);
                 assert!(added.is_ok(), "A worker's doorbell cannot be listened to: {added:?}");
                 self.stations.push((station, bell));

@@ -79,7 +79,9 @@ impl<D: Device> Preparer<D> {
         ring: Ring,
         bell: Doorbell,
     ) -> Result<(), Refusal> {
-        self.executor.open(session, ring, bell)
+        let selected_max =
+            self.sessions.get(&session).map_or(0, |session| session.table().selected_max());
+        self.executor.open(session, ring, bell, selected_max)
     }
 
     /// Maps a region. Two regions of one allocation share one mapping.

@@ -5,7 +5,9 @@ use std::os::fd::OwnedFd;
 use statecopy_descriptors::{Connection, Doorbell, MESSAGE_BYTES_MAX};
 use statecopy_kernels::device::Device;
 use statecopy_proto::{Incarnation, Refusal, RefusalCode, SessionId};
-use statecopy_session::{Executor as Ring, Identity, LayoutError, Parameters, SessionMemory};
+use statecopy_session::{
+    Executor as Ring, Identity, LayoutError, Parameters, SessionMemory, Waker,
+};
 
 use crate::link::{self, LinkError, Reply, Request};
 use crate::record::{LayerRecord, Progress, RebindRecord, RegistrationRecord, SetRecord};
@@ -14,7 +16,7 @@ use super::preparer::Preparer;
 use super::reply;
 
 /// The most descriptors that a request brings.
-const REQUEST_DESCRIPTORS: usize = 3;
+const REQUEST_DESCRIPTORS: usize = 2;
 
 /// A request that came in parts and is not complete.
 #[derive(Debug, Default)]
@@ -102,19 +104,18 @@ fn open_ring(
     session: SessionId,
     sizes: Result<Parameters, LayoutError>,
     resumed: bool,
-    [memory, executor_bell, worker_bell]: [OwnedFd; 3],
+    [memory, executor_bell]: [OwnedFd; 2],
 ) -> Result<(Ring, Doorbell), LinkError> {
-    let bell = |fd| Doorbell::from_fd(fd).map_err(|_| LinkError::OutOfTurn("no doorbell"));
     let broken = |_| LinkError::OutOfTurn("a ring that cannot be mapped");
     let sizes = sizes.map_err(|_| LinkError::OutOfTurn("sizes that are no ring's"))?;
     let identity = Identity { incarnation: Incarnation::new([0; 16]), session };
     let memory = SessionMemory::attach(memory, sizes, identity).map_err(broken)?;
-    let worker_bell = bell(worker_bell)?;
     let ring = match resumed {
-        false => memory.executor(worker_bell),
-        true => memory.resume_executor(worker_bell).map_err(|_| LinkError::OutOfTurn("a ring"))?,
+        false => memory.executor(Waker::Futex),
+        true => memory.resume_executor(Waker::Futex).map_err(|_| LinkError::OutOfTurn("a ring"))?,
     };
-    Ok((ring, bell(executor_bell)?))
+    let bell = Doorbell::from_fd(executor_bell).map_err(|_| LinkError::OutOfTurn("no doorbell"))?;
+    Ok((ring, bell))
 }
 
 fn exactly<const N: usize>(descriptors: Vec<OwnedFd>) -> Result<[OwnedFd; N], LinkError> {

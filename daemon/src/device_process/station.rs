@@ -6,7 +6,7 @@
 //! ```
 //!
 //! * *take, check*: the request was held against its sealed plan and accepted; it holds its own hold on everything it uses.
-//! * *refuse*: answered at once, nothing moved.
+//! * *refuse*: answered at once, nothing moved. So is a request under which two device processes died: it may be the cause.
 //! * *last part done*: answered. Requests of one ring run one after the other, in the order submitted.
 //!
 //! A ring whose words make no sense is dead: it is never read again, and its session is told to end.
@@ -21,6 +21,9 @@ use crate::counters::{Counter, Counters};
 
 use super::copying::{Copied, Inline, Progress, Running};
 use super::sessions::Sessions;
+
+/// Deaths of the device process under a request after which it is not run again.
+const DEATHS_MAX: u8 = 2;
 
 /// Whose requests a ring may carry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -150,6 +153,9 @@ impl<D: Device> Station<D> {
         sessions: &Sessions<D>,
         launcher: &D::Launcher,
     ) -> Result<Job<D>, Fault> {
+        if self.ring.deaths(taken.sequence) >= DEATHS_MAX {
+            return Err(Fault::of(RefusalCode::DeviceLost));
+        }
         let mut request = taken.descriptor.parse()?;
         let session = match self.scope {
             Scope::Supervisor => request.session,
@@ -166,7 +172,10 @@ impl<D: Device> Station<D> {
         let ranges = request.inline_ranges(self.ring.parameters().inline_bytes())?;
         self.inline.fill(&self.ring, taken.sequence, &request, &ranges);
         running.check_unique(&request, &mut self.inline, &ranges)?;
-        self.ring.accept(taken.sequence);
+        if request.selected > 0 {
+            // Of nothing, nothing can die. The word is on its way to the submitter for longer than that request takes.
+            self.ring.accept(taken.sequence);
+        }
         Ok(Job { taken: *taken, request, session, begun, running })
     }
 

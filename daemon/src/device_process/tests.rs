@@ -14,7 +14,7 @@ use statecopy_proto::{
 };
 use statecopy_session::{
     CopyRequest, FlagSource, Identity, IndexSource, Indices, MonotonicNs, Moved, Packed,
-    Parameters, Progress, SessionMemory, Submitter, layout,
+    Parameters, Progress, SessionMemory, Spin, Submitter, Waker, layout,
 };
 
 use crate::config::{DeviceKind, DeviceSettings};
@@ -76,7 +76,7 @@ impl Rig {
         let device = Arc::new(HostDevice::open(HostOptions::new(Arc::clone(&guard))).unwrap());
         let (link, supervisor) = Connection::pair().unwrap();
         let setup = Setup {
-            ring: session.executor(answers),
+            ring: session.executor(Waker::Doorbell(answers)),
             bell: executor_bell,
             counters: Counters::open(&sealed).unwrap(),
             guard: Arc::clone(&guard),
@@ -380,7 +380,7 @@ fn open_ring(rig: &mut Rig, session: SessionId) -> (SessionMemory, Submitter) {
     let (_sealed, memory) = SessionMemory::create(parameters, identity).unwrap();
     let bell = Doorbell::create().unwrap();
     let submitter = memory.submitter(bell.try_clone().unwrap());
-    let executor = memory.executor(Doorbell::create().unwrap());
+    let executor = memory.executor(Waker::Futex);
     rig.preparer.open_session(session, executor, bell).unwrap();
     (memory, submitter)
 }
@@ -423,6 +423,35 @@ fn a_broken_ring_is_told_once_and_the_others_are_served() {
     assert_eq!(rig.counters.get(Counter::RingsBroken), 1, "told once");
     assert!(ring.try_submit(&request, &0_i32.to_ne_bytes(), &[]).is_ok());
     rig.preparer.close_session(SessionId(2)).unwrap();
+}
+
+#[test]
+fn a_copy_runs_again_after_one_death_and_is_lost_after_the_second() {
+    for (deaths, outcome) in [(1, Ok(1)), (2, Err(RefusalCode::DeviceLost))] {
+        let mut rig = Rig::registered();
+        let identity = Identity { incarnation: Incarnation::new([7; 16]), session: WORKER };
+        let parameters = Parameters::for_rows(8, 64).unwrap();
+        let (_sealed, memory) = SessionMemory::create(parameters, identity).unwrap();
+        let bell = Doorbell::create().unwrap();
+        let mut ring = memory.submitter(bell.try_clone().unwrap());
+        let mut request = rig.gather(1, &[0]);
+        request.deadline = MonotonicNs(1_000_000_000);
+        let sequence = ring.try_submit(&request, &0_i32.to_ne_bytes(), &[]).unwrap();
+        for _ in 0..deaths {
+            let mut dead = memory.resume_executor(Waker::Futex).unwrap();
+            dead.take().unwrap().unwrap();
+            dead.accept(sequence);
+        }
+        let executor = memory.resume_executor(Waker::Futex).unwrap();
+        rig.preparer.open_session(WORKER, executor, bell).unwrap();
+        let answer = ring.wait(sequence, Spin::NONE, Duration::from_secs(10)).unwrap().unwrap();
+        let rows = answer.result.map(|moved| moved.rows_copied).map_err(|fault| fault.code);
+        assert_eq!(rows, outcome);
+        // What comes after it is served as ever.
+        let next = ring.try_submit(&request, &0_i32.to_ne_bytes(), &[]).unwrap();
+        let answer = ring.wait(next, Spin::NONE, Duration::from_secs(10)).unwrap().unwrap();
+        assert!(answer.result.is_ok(), "{answer:?}");
+    }
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! One copy: as 256 bytes of shared memory, and parsed.
+//! One copy: as 128 bytes of shared memory, and parsed.
 
 use std::mem::offset_of;
 use std::ops::Range;
@@ -11,22 +11,22 @@ use crate::fault::{Fault, Subject};
 use crate::layout::{DESCRIPTOR_BYTES, DESCRIPTOR_WORDS, INLINE_ALIGNMENT};
 use crate::ring::Sequence;
 
-const GATHER: u32 = 1;
-const SCATTER: u32 = 2;
-const SOURCE_NONE: u32 = 0;
-const SOURCE_INLINE: u32 = 1;
-const SOURCE_SHARED: u32 = 2;
+const GATHER: u8 = 1;
+const SCATTER: u8 = 2;
+const SOURCE_NONE: u8 = 0;
+const SOURCE_INLINE: u8 = 1;
+const SOURCE_SHARED: u8 = 2;
 /// The answer says that the bytes are there. The one kind of this version; stream-ordered and graph completion come later.
-const HOST_COMPLETED: u32 = 1;
+const HOST_COMPLETED: u8 = 1;
 
 /// A descriptor as it lies in the ring. Every bit pattern is one; [`CopyDescriptor::parse`] tells the sensible ones.
+///
+/// It fills two cache lines of x86, which are fetched as a pair: what the executor reads of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct CopyDescriptor {
     /// The request's sequence: what the ring checks.
     pub sequence: u64,
-    /// On whose behalf. Honoured on the supervisor's own ring only; any other ring belongs to one session.
-    pub session: u64,
     /// A binding or a binding set.
     pub binding: u64,
     /// The hash of the layout signature that the worker believes in.
@@ -39,6 +39,19 @@ pub struct CopyDescriptor {
     pub packed_offset: u64,
     /// Its size in bytes.
     pub packed_bytes: u64,
+    /// Number of the packed buffer's dtype ([`statecopy_proto::DataType`]).
+    pub packed_dtype: u32,
+    /// 1 gather, 2 scatter.
+    pub direction: u8,
+    /// 1 inline, 2 shared.
+    pub index_source: u8,
+    /// Bytes of one index: 4 or 8.
+    pub index_width: u8,
+    /// 0 none, 1 inline, 2 shared.
+    pub flag_source: u8,
+    /// When the copy must have started. On the supervisor's ring a point of CLOCK_MONOTONIC in nanoseconds; on a worker's ring
+    /// nanoseconds from the moment the executor takes it.
+    pub deadline_ns: u64,
     /// Region of shared indices; 0 when they are inline.
     pub index_region: u64,
     /// Their offset there, in bytes; 0 when they are inline.
@@ -47,38 +60,27 @@ pub struct CopyDescriptor {
     pub flag_region: u64,
     /// Their offset there, in bytes; 0 when they are inline or absent.
     pub flag_offset: u64,
-    /// When the copy must have started. On the supervisor's ring a point of CLOCK_MONOTONIC in nanoseconds; on a worker's ring
-    /// nanoseconds from the moment the executor takes it.
-    pub deadline_ns: u64,
+    /// On whose behalf. Honoured on the supervisor's own ring only; any other ring belongs to one session.
+    pub session: u64,
     /// When it was submitted, by the submitter's CLOCK_MONOTONIC, in nanoseconds. For measurements only.
     pub submitted_at_ns: u64,
-    /// Number of the packed buffer's dtype ([`statecopy_proto::DataType`]).
-    pub packed_dtype: u32,
-    /// 1 gather, 2 scatter.
-    pub direction: u32,
     /// The lane.
     pub lane: u32,
-    /// 1 inline, 2 shared.
-    pub index_source: u32,
-    /// Bytes of one index: 4 or 8.
-    pub index_width: u32,
-    /// 0 none, 1 inline, 2 shared.
-    pub flag_source: u32,
     /// 1: the answer says that the bytes are there.
-    pub completion: u32,
+    pub completion: u8,
     /// Zero.
-    pub reserved: [u32; 29],
+    pub reserved: [u8; 3],
 }
 
 const _: () = assert!(size_of::<CopyDescriptor>() == DESCRIPTOR_BYTES as usize);
 const _: () = assert!(offset_of!(CopyDescriptor, sequence) == 0);
-const _: () = assert!(offset_of!(CopyDescriptor, packed_region) == 40);
-const _: () = assert!(offset_of!(CopyDescriptor, index_region) == 64);
-const _: () = assert!(offset_of!(CopyDescriptor, flag_region) == 80);
-const _: () = assert!(offset_of!(CopyDescriptor, deadline_ns) == 96);
-const _: () = assert!(offset_of!(CopyDescriptor, packed_dtype) == 112);
-const _: () = assert!(offset_of!(CopyDescriptor, completion) == 136);
-const _: () = assert!(offset_of!(CopyDescriptor, reserved) == 140);
+const _: () = assert!(offset_of!(CopyDescriptor, packed_region) == 32);
+const _: () = assert!(offset_of!(CopyDescriptor, packed_dtype) == 56);
+const _: () = assert!(offset_of!(CopyDescriptor, deadline_ns) == 64);
+const _: () = assert!(offset_of!(CopyDescriptor, session) == 104);
+const _: () = assert!(offset_of!(CopyDescriptor, lane) == 120);
+const _: () = assert!(offset_of!(CopyDescriptor, completion) == 124);
+const _: () = assert!(offset_of!(CopyDescriptor, reserved) == 125);
 
 /// A range of a registered region, for the packed buffer, and what the caller believes lies there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -210,7 +212,7 @@ impl CopyDescriptor {
             },
             flag_source,
             completion: HOST_COMPLETED,
-            reserved: [0; 29],
+            reserved: [0; 3],
         }
     }
 
@@ -273,9 +275,9 @@ impl CopyDescriptor {
             return Err(Subject::Descriptor.fault(at, self.completion.into()));
         }
         let first = offset_of!(Self, reserved) as u64;
-        for (at, word) in (first..).step_by(size_of::<u32>()).zip(self.reserved) {
-            if word != 0 {
-                return Err(Subject::Descriptor.fault(at, word.into()));
+        for (at, byte) in (first..).zip(self.reserved) {
+            if byte != 0 {
+                return Err(Subject::Descriptor.fault(at, byte.into()));
             }
         }
         Ok(())

@@ -6,7 +6,17 @@ use crate::answer::Answer;
 use crate::descriptor::CopyDescriptor;
 use crate::layout::{DESCRIPTOR_WORDS, Parameters};
 use crate::memory::MappedWords;
-use crate::ring::{RingBroken, Sequence, TakerRing};
+use crate::ring::{RingBroken, Sequence, TakerRing, Words};
+
+/// How a submitter that sleeps is woken.
+#[derive(Debug)]
+pub enum Waker {
+    /// By a doorbell. Only for a submitter that is trusted: whoever holds a doorbell can fill it and make it block, and then
+    /// it would hold the executor.
+    Doorbell(Doorbell),
+    /// By the futex in the session memory. Nothing that the submitter does to it makes the executor wait.
+    Futex,
+}
 
 /// A request that was taken: a private copy, which nobody else can change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,12 +32,12 @@ pub struct Taken {
 #[derive(Debug)]
 pub struct Executor {
     ring: TakerRing<MappedWords>,
-    submitter_bell: Doorbell,
+    waker: Waker,
 }
 
 impl Executor {
-    pub(crate) fn new(ring: TakerRing<MappedWords>, submitter_bell: Doorbell) -> Self {
-        Self { ring, submitter_bell }
+    pub(crate) fn new(ring: TakerRing<MappedWords>, waker: Waker) -> Self {
+        Self { ring, waker }
     }
 
     /// The sizes of the memory.
@@ -57,7 +67,18 @@ impl Executor {
         self.ring.words().read_inline(slot, offset, into);
     }
 
-    /// Tells the submitter that the request was checked and will be answered. Optional; it rings no bell.
+    /// Under how many executors that had accepted it, and then died, this request was: 0, 1, or 2 for more. A request that
+    /// was not accepted killed nobody.
+    ///
+    /// # Panics
+    /// When the request is not taken or was answered.
+    #[must_use]
+    pub fn deaths(&self, sequence: Sequence) -> u8 {
+        self.ring.deaths(sequence)
+    }
+
+    /// Tells the submitter that the request was checked and will be answered, and the next executor, if this one dies, that
+    /// it was begun. Wakes nobody. A request of which nothing is run may be answered without it.
     ///
     /// # Panics
     /// When the request is not taken or was answered.
@@ -65,13 +86,25 @@ impl Executor {
         self.ring.accept(sequence);
     }
 
-    /// Gives the request its one answer, and rings if the submitter sleeps. Its inline space is the submitter's again.
+    /// Gives the request its one answer, and wakes the submitter if it sleeps. Its inline space is the submitter's again.
     ///
     /// # Panics
     /// When the request is not taken or was answered.
     pub fn answer(&mut self, sequence: Sequence, answer: &Answer) {
         if self.ring.answer(sequence, &answer.to_words()) {
-            self.submitter_bell.ring();
+            self.wake();
+        }
+    }
+
+    fn wake(&self) {
+        match &self.waker {
+            Waker::Doorbell(bell) => bell.ring(),
+            Waker::Futex => {
+                self.ring.raise_wake();
+                // More threads than requests have no reason to sleep, and would only keep the executor busy.
+                let words = self.ring.words();
+                words.wake().futex_wake(words.parameters().slots());
+            }
         }
     }
 

@@ -6,7 +6,7 @@
 //! 8,192    the executor's words         4,096 B   one 128-byte line each
 //! 12,288   timeline words              16,384 B   64 lanes x {bell, done}, one 128-byte line each (reserved)
 //! 28,672   completion slots     slots x 128 B     written by the executor
-//!          descriptor slots     slots x 256 B     written by the submitter
+//!          descriptor slots     slots x 128 B     written by the submitter
 //!          inline space         slots x inline_bytes, written by the submitter
 //! ```
 //!
@@ -29,7 +29,7 @@ pub const AREA_BYTES: u64 = 4096;
 /// Bytes between two words that are written apart from each other.
 pub const LINE_BYTES: u32 = 128;
 /// Bytes of a descriptor slot.
-pub const DESCRIPTOR_BYTES: u32 = 256;
+pub const DESCRIPTOR_BYTES: u32 = 128;
 /// Bytes of a completion slot.
 pub const COMPLETION_BYTES: u32 = 128;
 /// Lanes that have timeline words.
@@ -41,11 +41,12 @@ pub const INLINE_BYTES_MAX: u32 = 64 << 20;
 
 /// `submitted`, u64: how many requests were ever published.
 pub const SUBMITTED: u64 = AREA_BYTES;
-/// `submitter_sleeping`, u32: not zero while the submitter wants its doorbell rung.
+/// `submitter_sleeping`, u32: how many threads of the submitter want to be woken at every answer.
 pub const SUBMITTER_SLEEPING: u64 = SUBMITTED + LINE_BYTES as u64;
 /// `executor_sleeping`, u32: not zero while the executor wants its doorbell rung.
 pub const EXECUTOR_SLEEPING: u64 = 2 * AREA_BYTES;
-/// `wake`, u32: the futex that a sleeping submitter will wait on. Reserved: zero.
+/// `wake`, u32: the futex on which a worker's threads sleep. It is raised, then woken, at an answer while somebody sleeps. On
+/// the supervisor's own ring, whose submitter sleeps on a doorbell, it stays zero.
 pub const WAKE: u64 = EXECUTOR_SLEEPING + LINE_BYTES as u64;
 /// The timeline words, for each lane a line with `bell` (u64, the submitter's) and a line with `done` (u64, the executor's).
 /// Reserved: zero.
@@ -53,19 +54,20 @@ pub const TIMELINE: u64 = 3 * AREA_BYTES;
 /// The completion slots.
 pub const COMPLETIONS: u64 = TIMELINE + LANES as u64 * 2 * LINE_BYTES as u64;
 
-/// `state`, u64, in a completion slot: `sequence << 2 | phase`, where phase is 1 accepted, 2 answered; 0 before the first.
+/// `state`, u64, in a completion slot: `sequence << 2 | phase`, where phase is 1 accepted, 2 answered, 3 accepted again by an
+/// executor that took over from a dead one; 0 before the first. State and answer lie in one cache line of 64 bytes.
 pub const COMPLETION_STATE: u64 = 0;
 /// The answer in a completion slot, [`ANSWER_WORDS`] words of u64.
 pub const COMPLETION_ANSWER: u64 = 8;
 /// Words of an answer: outcome, two numbers, the executor's nanoseconds.
 pub const ANSWER_WORDS: usize = 4;
 /// Words of a descriptor.
-pub const DESCRIPTOR_WORDS: usize = 32;
+pub const DESCRIPTOR_WORDS: usize = 16;
 
 const _: () = assert!(COMPLETIONS == 28_672 && COMPLETIONS.is_multiple_of(AREA_BYTES));
 const _: () = assert!(SUBMITTER_SLEEPING + LINE_BYTES as u64 <= EXECUTOR_SLEEPING);
 const _: () = assert!(WAKE + LINE_BYTES as u64 <= TIMELINE);
-const _: () = assert!(COMPLETION_ANSWER + 8 * ANSWER_WORDS as u64 <= COMPLETION_BYTES as u64);
+const _: () = assert!(COMPLETION_ANSWER + 8 * ANSWER_WORDS as u64 <= 64);
 const _: () = assert!(DESCRIPTOR_WORDS * 8 == DESCRIPTOR_BYTES as usize);
 
 /// Whose memory it is. The daemon writes it; a worker that finds another one has been sent the wrong memory.

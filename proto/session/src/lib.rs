@@ -5,7 +5,7 @@
 //! ([`Fault`]) and the answer ([`Answer`]), and the two ends of the ring: [`Submitter`] and [`Executor`].
 //!
 //! **What it is not.** It holds no policy: whether a binding exists, a range lies in its region or a deadline is over is the
-//! executor's business. It does not wait: it says whether one may sleep, and rings the other side's doorbell.
+//! executor's business. The executor's end does not wait: it says whether one may sleep, and wakes the other side.
 //!
 //! **Invariant.** The submitter is not trusted. The executor keeps every count and every slot's state privately, loads the
 //! shared words that it needs once each, and copies a descriptor out before it looks at it; so nothing that another process
@@ -37,8 +37,10 @@ pub mod layout;
 mod memory;
 #[cfg(not(loom))]
 mod submitter;
+#[cfg(not(loom))]
+mod watch;
 
-pub use ring::{RingBroken, RingFull, Sequence};
+pub use ring::{RingBroken, RingFull, Sequence, StateBroken, WakeCount};
 
 #[cfg(not(loom))]
 pub use self::{
@@ -47,9 +49,10 @@ pub use self::{
     descriptor::{
         CopyDescriptor, CopyRequest, FlagSource, IndexSource, Indices, InlineRanges, Packed,
     },
-    executor::{Executor, Taken},
+    executor::{Executor, Taken, Waker},
     fault::{Fault, Subject, UnknownSubject},
     layout::{Identity, LayoutError, Parameters},
     memory::{SessionMemory, SessionMemoryError},
-    submitter::{PollError, Progress, SubmitError, Submitter},
+    submitter::{PollError, Progress, SubmitError, Submitter, WaitError},
+    watch::{Spin, Watch},
 };

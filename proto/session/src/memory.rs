@@ -7,10 +7,10 @@ use statecopy_descriptors::{Doorbell, Mapping, MemoryError, SealedMemory, file_b
 use statecopy_proto::{Incarnation, SessionId};
 use zerocopy::{FromBytes, IntoBytes};
 
-use crate::executor::Executor;
+use crate::executor::{Executor, Waker};
 use crate::layout::{
     ABI_VERSION, COMPLETION_ANSWER, COMPLETION_STATE, EXECUTOR_SLEEPING, Header, Identity,
-    LayoutError, MAGIC, Parameters, SUBMITTED, SUBMITTER_SLEEPING,
+    LayoutError, MAGIC, Parameters, SUBMITTED, SUBMITTER_SLEEPING, WAKE,
 };
 use crate::ring::{RingBroken, SubmitterRing, TakerRing, Words};
 use crate::submitter::Submitter;
@@ -142,10 +142,10 @@ impl SessionMemory {
         Submitter::new(SubmitterRing::new(self.words()), executor_bell)
     }
 
-    /// The executor's end of a fresh memory; one at most. It rings `submitter_bell` when the submitter sleeps.
+    /// The executor's end of a fresh memory; one at most. It wakes the submitter by `waker` when that sleeps.
     #[must_use]
-    pub fn executor(&self, submitter_bell: Doorbell) -> Executor {
-        Executor::new(TakerRing::new(self.words()), submitter_bell)
+    pub fn executor(&self, waker: Waker) -> Executor {
+        Executor::new(TakerRing::new(self.words()), waker)
     }
 
     /// The executor's end after an earlier executor died (its process is known dead): every request that was not answered is
@@ -153,8 +153,8 @@ impl SessionMemory {
     ///
     /// # Errors
     /// [`RingBroken`] when the words cannot be a ring's.
-    pub fn resume_executor(&self, submitter_bell: Doorbell) -> Result<Executor, RingBroken> {
-        Ok(Executor::new(TakerRing::resume(self.words())?, submitter_bell))
+    pub fn resume_executor(&self, waker: Waker) -> Result<Executor, RingBroken> {
+        Ok(Executor::new(TakerRing::resume(self.words())?, waker))
     }
 
     pub(crate) fn words(&self) -> MappedWords {
@@ -163,7 +163,7 @@ impl SessionMemory {
 }
 
 /// The words of a ring in mapped memory, at the offsets of the layout.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct MappedWords {
     mapping: Arc<Mapping>,
     parameters: Parameters,
@@ -215,6 +215,10 @@ impl Words for MappedWords {
 
     fn executor_sleeping(&self) -> Word32<'_> {
         Word32::new(inside(self.mapping.atomic_u32(EXECUTOR_SLEEPING)))
+    }
+
+    fn wake(&self) -> Word32<'_> {
+        Word32::new(inside(self.mapping.atomic_u32(WAKE)))
     }
 
     fn state(&self, slot: u64) -> Word64<'_> {

@@ -7,12 +7,12 @@
 //!
 //! * *publish*: the submitter writes the slot's inline space and descriptor, then counts it in `submitted`.
 //! * *take*: the executor sees the count, copies the descriptor out once, and notes the slot as taken, privately.
-//! * *accept*: the slot's `state` says so; a hint for the submitter, the slot stays taken.
+//! * *accept*: the slot's `state` says so, and how many executors have accepted it: the next one asks when this one dies.
 //! * *answer*: the executor writes the answer, then the `state`, and notes the slot as free, privately.
 //! * *poll*: the submitter reads `state`, then the answer, and notes the slot as free, privately.
 //!
 //! Sequences count from 1 and are never used again; sequence `s` lives in slot `(s - 1) mod slots`. `submitted` is how many
-//! were published. `state` is `sequence << 2 | phase` and only grows. Every shared word has one writer.
+//! were published. `state` is `sequence << 2 | phase`, and its sequence only grows. Every shared word has one writer.
 
 use std::fmt;
 
@@ -25,6 +25,8 @@ mod loom_tests;
 const PHASE_BITS: u32 = 2;
 const PHASE_ACCEPTED: u64 = 1;
 const PHASE_ANSWERED: u64 = 2;
+/// Accepted by an executor that took it over from a dead one which had accepted it too.
+const PHASE_ACCEPTED_AGAIN: u64 = 3;
 
 /// The largest sequence that a `state` word can hold.
 const SEQUENCE_MAX: u64 = u64::MAX >> PHASE_BITS;
@@ -41,6 +43,8 @@ pub trait Words {
     fn submitter_sleeping(&self) -> Word32<'_>;
     /// Not zero while the executor sleeps. Written by the executor.
     fn executor_sleeping(&self) -> Word32<'_>;
+    /// Counts wake-ups of a submitter that sleeps on it. Written by the executor.
+    fn wake(&self) -> Word32<'_>;
     /// Sequence and phase of a completion slot. Written by the executor.
     fn state(&self, slot: u64) -> Word64<'_>;
     /// Writes a descriptor, relaxed. Its first word is the sequence.
@@ -65,7 +69,7 @@ impl Sequence {
     }
 
     /// The slot that it lives in.
-    fn slot(self, slots: u64) -> u64 {
+    pub(crate) fn slot(self, slots: u64) -> u64 {
         (self.0 - 1) & (slots - 1)
     }
 
@@ -160,13 +164,25 @@ pub struct SubmitterRing<W> {
     published: u64,
     /// For each slot, the request whose answer has not been read yet.
     unread: Box<[Option<Sequence>]>,
+    /// How many threads sleep, or are about to.
+    sleepers: u32,
+}
+
+/// What the wake word held before a look: sleep only while it still does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WakeCount(pub(crate) u32);
+
+/// Whether a request's `state` word says answered. One load, by any thread, beside the submitter's own.
+pub fn is_answered<W: Words>(words: &W, sequence: Sequence) -> bool {
+    // SYNC: only a hint. The poll that follows loads the word again and acquires the answer.
+    words.state(sequence.slot(words.slots())).load_relaxed() == sequence.state(PHASE_ANSWERED)
 }
 
 impl<W: Words> SubmitterRing<W> {
     /// The submitter of a fresh memory.
     pub fn new(words: W) -> Self {
         let slots = words.slots();
-        Self { words, slots, published: 0, unread: private_slots(slots, None) }
+        Self { words, slots, published: 0, unread: private_slots(slots, None), sleepers: 0 }
     }
 
     /// Where the words live.
@@ -233,7 +249,10 @@ impl<W: Words> SubmitterRing<W> {
             self.unread[index(slot)] = None;
             return Ok(Some(Phase::Answered));
         }
-        if found == sequence.state(PHASE_ACCEPTED) {
+        if [PHASE_ACCEPTED, PHASE_ACCEPTED_AGAIN]
+            .map(|phase| sequence.state(phase))
+            .contains(&found)
+        {
             return Ok(Some(Phase::Accepted));
         }
         // Before the executor has said anything, the word tells of the slot's last request, if there was one.
@@ -249,18 +268,25 @@ impl<W: Words> SubmitterRing<W> {
         self.unread.iter().flatten().count()
     }
 
-    /// Says that the submitter is about to sleep until an answer comes. Poll once more after it: an answer that this poll
-    /// does not see rings the doorbell.
-    pub fn prepare_sleep(&self) {
-        self.words.submitter_sleeping().store_relaxed(1);
+    /// Says that a thread of the submitter is about to sleep until an answer comes. Poll once more after it, and sleep only
+    /// while the wake word holds what is returned here: an answer that this poll does not see changes it (or rings the
+    /// doorbell). Threads add up; each calls [`SubmitterRing::cancel_sleep`] when it is awake.
+    pub fn prepare_sleep(&mut self) -> WakeCount {
+        self.sleepers += 1;
+        self.words.submitter_sleeping().store_relaxed(self.sleepers);
         // SYNC: pairs with the fence in `TakerRing::answer`: either the poll that follows sees the `state` stored there,
         // or the executor sees that the submitter sleeps.
         fence_seq_cst();
+        // SYNC: loaded before the poll. The executor stores the answer's `state` before it raises this word: who loads the
+        // raised word here acquires that `state`, so its poll sees the answer; who loads the old one does not fall asleep
+        // once it is raised, because the kernel compares it again under the lock that the wake-up takes.
+        WakeCount(self.words.wake().load_acquire())
     }
 
-    /// Says that the submitter is awake.
-    pub fn cancel_sleep(&self) {
-        self.words.submitter_sleeping().store_relaxed(0);
+    /// Says that one of the threads is awake.
+    pub fn cancel_sleep(&mut self) {
+        self.sleepers = self.sleepers.saturating_sub(1);
+        self.words.submitter_sleeping().store_relaxed(self.sleepers);
     }
 }
 
@@ -275,9 +301,18 @@ pub struct TakerRing<W> {
     unanswered: Box<[Option<Sequence>]>,
     /// Up to here the requests were submitted to an earlier executor.
     inherited: u64,
-    /// For each slot, whether the earlier executor answered its inherited request.
-    answered_before: Box<[bool]>,
+    /// For each slot, what the earlier executor did with its inherited request.
+    before: Box<[Before]>,
     broken: Option<RingBroken>,
+}
+
+/// What became of an inherited request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Before {
+    /// Answered.
+    Answered,
+    /// Accepted by so many executors, all dead now.
+    Died(u8),
 }
 
 impl<W: Words> TakerRing<W> {
@@ -290,7 +325,7 @@ impl<W: Words> TakerRing<W> {
             taken: 0,
             unanswered: private_slots(slots, None),
             inherited: 0,
-            answered_before: private_slots(slots, false),
+            before: private_slots(slots, Before::Died(0)),
             broken: None,
         }
     }
@@ -314,7 +349,12 @@ impl<W: Words> TakerRing<W> {
             let slot = sequence.slot(ring.slots);
             // The dead executor's process is gone: there is nobody whose stores this load could miss.
             let state = ring.words.state(slot).load_acquire();
-            ring.answered_before[index(slot)] = state == sequence.state(PHASE_ANSWERED);
+            ring.before[index(slot)] = match state ^ sequence.state(0) {
+                PHASE_ANSWERED => Before::Answered,
+                PHASE_ACCEPTED => Before::Died(1),
+                PHASE_ACCEPTED_AGAIN => Before::Died(2),
+                _ => Before::Died(0),
+            };
         }
         Ok(ring)
     }
@@ -351,7 +391,7 @@ impl<W: Words> TakerRing<W> {
         while self.taken < submitted {
             let sequence = Sequence(self.taken + 1);
             let slot = sequence.slot(slots);
-            if sequence.0 <= self.inherited && self.answered_before[index(slot)] {
+            if sequence.0 <= self.inherited && self.before[index(slot)] == Before::Answered {
                 self.taken = sequence.0;
                 continue;
             }
@@ -382,14 +422,35 @@ impl<W: Words> TakerRing<W> {
         slot
     }
 
-    /// Tells the submitter that a request was checked and will be answered.
+    /// Under how many executors that had accepted it, and then died, a request was: 0, 1, or 2 for more.
+    ///
+    /// # Panics
+    /// When the request is not taken, or was answered.
+    pub fn deaths(&self, sequence: Sequence) -> u8 {
+        let slot = self.slot_of(sequence);
+        match self.before[index(slot)] {
+            Before::Died(deaths) if sequence.0 <= self.inherited => deaths,
+            Before::Died(_) | Before::Answered => 0,
+        }
+    }
+
+    /// Tells the submitter that a request was checked and will be answered, and the next executor that it was begun.
     ///
     /// # Panics
     /// When the request is not taken, or was answered.
     pub fn accept(&self, sequence: Sequence) {
         let slot = self.slot_of(sequence);
+        let phase = if self.deaths(sequence) == 0 { PHASE_ACCEPTED } else { PHASE_ACCEPTED_AGAIN };
         // SYNC: `SubmitterRing::poll` acquires it; nothing else is told by it.
-        self.words.state(slot).store_release(sequence.state(PHASE_ACCEPTED));
+        self.words.state(slot).store_release(sequence.state(phase));
+    }
+
+    /// Raises the wake word, for a submitter that sleeps on it; then wake who sleeps there.
+    pub fn raise_wake(&self) {
+        // Only the executor writes it. What a hostile submitter stores there misleads its own threads.
+        let next = self.words.wake().load_relaxed().wrapping_add(1);
+        // SYNC: releases the answer's `state`, which was stored before; see `SubmitterRing::prepare_sleep`.
+        self.words.wake().store_release(next);
     }
 
     /// Gives a request its one answer; true if the submitter sleeps and wants its doorbell rung. From here the slot is the

@@ -1,5 +1,7 @@
 //! The end of the ring that asks for copies.
 
+use std::time::{Duration, Instant};
+
 use statecopy_descriptors::Doorbell;
 
 use crate::answer::{Answer, AnswerError};
@@ -7,7 +9,8 @@ use crate::descriptor::{CopyDescriptor, CopyRequest, InlineRanges};
 use crate::fault::Fault;
 use crate::layout::ANSWER_WORDS;
 use crate::memory::MappedWords;
-use crate::ring::{Phase, RingFull, Sequence, StateBroken, SubmitterRing};
+use crate::ring::{Phase, RingFull, Sequence, StateBroken, SubmitterRing, WakeCount};
+use crate::watch::{Spin, Watch};
 
 /// Why a request was not submitted. Nothing was published.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -43,6 +46,17 @@ pub enum PollError {
     /// The answer's words. The slot is free again.
     #[error(transparent)]
     Answer(#[from] AnswerError),
+}
+
+/// Why a wait ended without an answer.
+#[derive(Debug, thiserror::Error)]
+pub enum WaitError {
+    /// What was read cannot be an answer.
+    #[error(transparent)]
+    Poll(#[from] PollError),
+    /// The operating system lets nobody sleep on the session memory.
+    #[error("The session memory cannot be slept on")]
+    Sleep(#[source] std::io::Error),
 }
 
 /// How far a request has come.
@@ -117,15 +131,60 @@ impl Submitter {
         self.ring.outstanding()
     }
 
-    /// Asks the executor to ring the submitter's doorbell at every answer from now on. Poll all outstanding requests once
-    /// after it, and after every ring; then no answer is missed. A submitter that always sleeps on its doorbell (the
-    /// supervisor) says this once.
-    pub fn prepare_sleep(&self) {
-        self.ring.prepare_sleep();
+    /// Something by which any thread sees and awaits answers, without the submitter.
+    #[must_use]
+    pub fn watch(&self) -> Watch {
+        Watch::new(self.ring.words().clone())
     }
 
-    /// Asks for no more rings. One that is under way may still come.
-    pub fn cancel_sleep(&self) {
+    /// Waits for a request's answer: looks for as long as `spin` says, then sleeps. `None` when `timeout` is over first; call
+    /// again for as long as the executor is known to live. For a submitter whose executor wakes by [`crate::Waker::Futex`].
+    ///
+    /// # Errors
+    /// [`WaitError`].
+    pub fn wait(
+        &mut self,
+        sequence: Sequence,
+        spin: Spin,
+        timeout: Duration,
+    ) -> Result<Option<Answer>, WaitError> {
+        let watch = self.watch();
+        if watch.spin(sequence, spin)
+            && let Progress::Answered(answer) = self.poll(sequence)?
+        {
+            return Ok(Some(answer));
+        }
+        let until = Instant::now().checked_add(timeout);
+        loop {
+            let seen = self.prepare_sleep();
+            let progress = self.poll(sequence);
+            let left =
+                until.map_or(timeout, |until| until.saturating_duration_since(Instant::now()));
+            let slept = match progress {
+                Ok(Progress::Pending | Progress::Accepted) => watch.sleep(seen, left),
+                Ok(Progress::Answered(_)) | Err(_) => Ok(()),
+            };
+            self.cancel_sleep();
+            slept.map_err(WaitError::Sleep)?;
+            if let Progress::Answered(answer) = progress? {
+                return Ok(Some(answer));
+            }
+            if left.is_zero() {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Says that a thread of the submitter is about to sleep: from now on the executor wakes at every answer. Look for all
+    /// answers once after it, and after every wake-up; then none is missed. Threads that sleep on the futex hand what this
+    /// returns to [`Watch::sleep`], and each calls [`Submitter::cancel_sleep`] when it is awake. A submitter that always
+    /// sleeps on its doorbell (the supervisor) says this once.
+    pub fn prepare_sleep(&mut self) -> WakeCount {
+        self.ring.prepare_sleep()
+    }
+
+    /// Says that one thread is awake. A wake-up that is under way may still come.
+    pub fn cancel_sleep(&mut self) {
         self.ring.cancel_sleep();
     }
 }

@@ -7,9 +7,11 @@
 #[cfg(loom)]
 use loom::sync::atomic as atomics;
 #[cfg(not(loom))]
-use std::sync::atomic as atomics;
+use std::{io, sync::atomic as atomics, time::Duration};
 
 use atomics::Ordering;
+#[cfg(not(loom))]
+use rustix::{io::Errno, thread::futex, time::Timespec};
 
 macro_rules! word {
     ($(#[$doc:meta])* $name:ident, $atomic:ident, $value:ident) => {
@@ -57,6 +59,30 @@ word!(
     /// A shared 32-bit word.
     Word32, AtomicU32, u32
 );
+
+#[cfg(not(loom))]
+impl Word32<'_> {
+    /// Sleeps while the word holds `expected`, until it is woken or the time is over; wakes for no reason, too. Other
+    /// processes that map the word wake it.
+    ///
+    /// # Errors
+    /// When the kernel cannot reach the word.
+    pub fn futex_wait(self, expected: u32, timeout: Duration) -> io::Result<()> {
+        let timeout = Timespec {
+            tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
+        match futex::wait(self.0, futex::Flags::empty(), expected, Some(&timeout)) {
+            Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// Wakes at most so many sleepers of all processes. Never blocks. A word that the kernel cannot reach has no sleepers.
+    pub fn futex_wake(self, sleepers_max: u32) {
+        futex::wake(self.0, futex::Flags::empty(), sleepers_max).ok();
+    }
+}
 
 /// Puts all that this thread did before it, and all that it does after it, into one order with the other side's fence.
 #[expect(clippy::disallowed_methods, reason = "this is the module that names it")]

@@ -180,7 +180,7 @@ impl DeviceProcess {
         let executor_bell = Doorbell::create().map_err(StartError::Descriptor)?;
         let answer_bell = Doorbell::create().map_err(StartError::Descriptor)?;
         let ring_bell = executor_bell.try_clone().map_err(StartError::Descriptor)?;
-        let ring = session_memory.submitter(ring_bell);
+        let mut ring = session_memory.submitter(ring_bell);
         // The supervisor always sleeps on its doorbell: every answer rings.
         ring.prepare_sleep();
         let (ours, theirs) = Connection::pair().map_err(LinkError::from)?;

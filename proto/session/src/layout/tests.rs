@@ -38,10 +38,10 @@ fn the_page_tells_every_field_of_the_header() {
 #[test]
 fn the_page_tells_every_field_of_a_descriptor() {
     let fields = offsets!(CopyDescriptor:
-        sequence, session, binding, signature, selected, packed_region, packed_offset,
-        packed_bytes, index_region, index_offset, flag_region, flag_offset, deadline_ns,
-        submitted_at_ns, packed_dtype, direction, lane, index_source, index_width, flag_source,
-        completion, reserved,
+        sequence, binding, signature, selected, packed_region, packed_offset, packed_bytes,
+        packed_dtype, direction, index_source, index_width, flag_source, deadline_ns, index_region,
+        index_offset, flag_region, flag_offset, session, submitted_at_ns, lane, completion,
+        reserved,
     );
     assert_eq!(rows("Descriptor"), fields);
 }

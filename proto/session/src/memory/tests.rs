@@ -1,7 +1,8 @@
+use std::num::NonZeroUsize;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use statecopy_proto::{BindingId, Direction, IndexWidth, Lane, RegionId, SignatureHash};
@@ -10,11 +11,12 @@ use super::*;
 use crate::answer::{Answer, Moved};
 use crate::clock::MonotonicNs;
 use crate::descriptor::{CopyRequest, FlagSource, IndexSource, Indices, Packed};
-use crate::executor::Taken;
+use crate::executor::{Taken, Waker};
 use crate::fault::Subject;
 use crate::layout::{COMPLETIONS, INLINE_BYTES_MAX, SLOTS_MAX, TIMELINE};
 use crate::ring::{RingFull, StateBroken};
-use crate::submitter::{PollError, Progress, SubmitError};
+use crate::submitter::{PollError, Progress, SubmitError, WaitError};
+use crate::watch::Spin;
 use crate::{AnswerError, Sequence};
 
 /// How long a test waits for what must come.
@@ -62,7 +64,7 @@ fn ends(parameters: Parameters) -> Ends {
     let executor_bell = Doorbell::create().unwrap();
     let submitter_bell = Doorbell::create().unwrap();
     let submitter = peer.submitter(executor_bell.try_clone().unwrap());
-    let executor = memory.executor(submitter_bell.try_clone().unwrap());
+    let executor = memory.executor(Waker::Doorbell(submitter_bell.try_clone().unwrap()));
     Ends { sealed, peer, submitter, executor, executor_bell, submitter_bell }
 }
 
@@ -230,7 +232,7 @@ fn a_slot_that_is_submitted_again_before_its_answer_ends_the_ring() {
 fn whatever_is_read_back_is_parsed() {
     let mut ends = ends(parameters(2, 0));
     let first = ends.submit();
-    for found in [1_u64, 3, 2 << 2 | 2, 1 << 2, 1 << 2 | 3, u64::MAX] {
+    for found in [1_u64, 3, 2 << 2 | 2, 1 << 2, u64::MAX] {
         ends.scribble(COMPLETIONS, found);
         let broken = PollError::State(StateBroken { sequence: 1, found });
         assert_eq!(ends.submitter.poll(first), Err(broken));
@@ -282,8 +284,7 @@ fn the_next_executor_takes_again_what_was_not_answered_and_nothing_else() {
 
     let fd = ends.sealed.try_clone_fd().unwrap();
     let memory = SessionMemory::attach(fd, ends.peer.parameters(), identity()).unwrap();
-    let bell = || ends.submitter_bell.try_clone().unwrap();
-    let mut executor = memory.resume_executor(bell()).unwrap();
+    let mut executor = memory.resume_executor(Waker::Futex).unwrap();
     assert!(!executor.prepare_sleep());
     let again: Vec<u64> =
         (0..3).map(|_| executor.take().unwrap().unwrap().sequence.get()).collect();
@@ -297,13 +298,88 @@ fn the_next_executor_takes_again_what_was_not_answered_and_nothing_else() {
         assert_eq!(ends.submitter.poll(sequence), Ok(answered));
     }
     // And the one after it finds nothing to do, then goes on where the ring is.
-    let mut executor = memory.resume_executor(bell()).unwrap();
+    let mut executor = memory.resume_executor(Waker::Futex).unwrap();
     assert_eq!(executor.take(), Ok(None));
     let fifth = ends.submitter.try_submit(&plain(), &[], &[]).unwrap();
     assert_eq!(executor.take().unwrap().unwrap().sequence, fifth);
     let jumped = ends.peer.mapping().atomic_u64(SUBMITTED).unwrap();
     jumped.store(u64::MAX, Ordering::Relaxed);
-    assert!(matches!(memory.resume_executor(bell()), Err(RingBroken::Jumped { .. })));
+    assert!(matches!(memory.resume_executor(Waker::Futex), Err(RingBroken::Jumped { .. })));
+}
+
+#[test]
+fn the_next_executors_know_how_many_died_under_a_request() {
+    let mut ends = ends(parameters(4, 0));
+    let (begun, never) = (ends.submit(), ends.submit());
+    for died in 0..4 {
+        let mut executor = match died {
+            0 => ends.peer.executor(Waker::Futex),
+            _ => ends.peer.resume_executor(Waker::Futex).unwrap(),
+        };
+        assert_eq!(executor.take().unwrap().unwrap().sequence, begun);
+        assert_eq!(executor.deaths(begun), died.min(2));
+        executor.accept(begun);
+        assert_eq!(ends.submitter.poll(begun), Ok(Progress::Accepted));
+        // Taken, and not accepted: whatever killed the executor, it was not this one.
+        assert_eq!(executor.take().unwrap().unwrap().sequence, never);
+        assert_eq!(executor.deaths(never), 0);
+    }
+    let mut executor = ends.peer.resume_executor(Waker::Futex).unwrap();
+    for sequence in [begun, never] {
+        executor.take().unwrap().unwrap();
+        executor.answer(sequence, &moved(1));
+        assert_eq!(ends.submitter.poll(sequence), Ok(Progress::Answered(moved(1))));
+    }
+    // The same slots, next time round.
+    ends.submit();
+    ends.submit();
+    let fifth = ends.submit();
+    let taken = std::iter::from_fn(|| executor.take().unwrap());
+    assert_eq!(taken.map(|taken| taken.sequence).last(), Some(fifth));
+    assert_eq!(executor.deaths(fifth), 0);
+}
+
+#[test]
+fn a_submitter_sleeps_on_the_futex_until_its_answer_comes() {
+    let mut ends = ends(parameters(4, 0));
+    let sequence = ends.submit();
+    assert_eq!(ends.submitter.wait(sequence, Spin::NONE, Duration::ZERO).unwrap(), None);
+    let slice = ends.submitter.wait(sequence, Spin::NONE, Duration::from_millis(1));
+    assert_eq!(slice.unwrap(), None, "nobody answers yet");
+
+    let mut executor = ends.peer.resume_executor(Waker::Futex).unwrap();
+    let sleeping = ends.peer.mapping().atomic_u32(SUBMITTER_SLEEPING).unwrap();
+    assert_eq!(sleeping.load(Ordering::Relaxed), 0, "whoever gave up is awake");
+    let mut submitter = ends.submitter;
+    let waiter = thread::spawn(move || submitter.wait(sequence, Spin::NONE, PATIENCE));
+    let began = Instant::now();
+    while sleeping.load(Ordering::Relaxed) == 0 {
+        assert!(began.elapsed() < PATIENCE, "the waiter never sleeps");
+        thread::yield_now();
+    }
+    executor.take().unwrap().unwrap();
+    executor.answer(sequence, &moved(7));
+    assert_eq!(waiter.join().unwrap().unwrap(), Some(moved(7)));
+    assert!(began.elapsed() < PATIENCE, "the waiter was woken by nobody");
+    assert_eq!(ends.peer.mapping().atomic_u32(WAKE).unwrap().load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn whoever_waits_may_not_spin_where_one_cpu_is_all_there_is() {
+    let one = NonZeroUsize::MIN;
+    assert_eq!(Spin::new(PATIENCE, one), Spin::NONE);
+    assert_ne!(Spin::new(PATIENCE, one.saturating_add(1)), Spin::NONE);
+    let mut ends = ends(parameters(4, 0));
+    let sequence = ends.submit();
+    let watch = ends.submitter.watch();
+    assert!(!watch.spin(sequence, Spin::NONE));
+    ends.take();
+    ends.executor.answer(sequence, &moved(1));
+    assert!(watch.spin(sequence, Spin::NONE));
+    let waited = ends.submitter.wait(sequence, Spin::new(PATIENCE, one), Duration::ZERO);
+    assert_eq!(waited.unwrap(), Some(moved(1)));
+    let again = ends.submitter.wait(sequence, Spin::NONE, Duration::ZERO);
+    assert!(matches!(again, Err(WaitError::Poll(PollError::NotOutstanding(1)))));
 }
 
 /// Requests and answers of two threads that sleep whenever they can, round and round the ring.
@@ -416,7 +492,7 @@ proptest! {
         let parameters = parameters(slots, pages * 4096);
         let last = u64::from(slots) - 1;
         prop_assert!(parameters.completion_at(last) + 128 <= parameters.descriptors());
-        prop_assert!(parameters.descriptor_at(last) + 256 <= parameters.inline());
+        prop_assert!(parameters.descriptor_at(last) + 128 <= parameters.inline());
         let end = parameters.inline_at(last) + u64::from(parameters.inline_bytes());
         prop_assert_eq!(end, parameters.total_bytes());
         for area in [SUBMITTED, EXECUTOR_SLEEPING, TIMELINE, COMPLETIONS, parameters.descriptors(), parameters.inline()] {
@@ -470,7 +546,7 @@ fn only_the_daemons_own_layout_is_opened() {
         Header { slots: 8, ..header },
         Header { total_bytes: bytes + 1, ..header },
         Header { inline_offset: 0, ..header },
-        Header { descriptor_bytes: 128, ..header },
+        Header { descriptor_bytes: 256, ..header },
         Header { reserved: 1, ..header },
     ];
     for header in contradictions {

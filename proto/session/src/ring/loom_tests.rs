@@ -3,7 +3,7 @@
 //! A descriptor and an answer have two words here: enough to be seen torn.
 
 use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
-use loom::sync::{Arc, Notify};
+use loom::sync::{Arc, Condvar, Mutex, Notify};
 use loom::thread;
 
 use super::*;
@@ -15,7 +15,31 @@ struct Modelled {
     submitted: AtomicU64,
     submitter_sleeping: AtomicU32,
     executor_sleeping: AtomicU32,
+    wake: AtomicU32,
     slots: Vec<ModelledSlot>,
+    futex: Futex,
+}
+
+/// The kernel's part of a futex: it compares the word, and wakes sleepers, under one lock.
+#[derive(Default)]
+struct Futex {
+    queue: Mutex<()>,
+    sleepers: Condvar,
+}
+
+impl Futex {
+    fn wait(&self, word: &AtomicU32, expected: WakeCount) {
+        let queue = self.queue.lock().unwrap();
+        if word.load(Ordering::Relaxed) == expected.0 {
+            // Never woken: loom reports a deadlock.
+            drop(self.sleepers.wait(queue).unwrap());
+        }
+    }
+
+    fn wake(&self) {
+        let _queue = self.queue.lock().unwrap();
+        self.sleepers.notify_all();
+    }
 }
 
 #[derive(Default)]
@@ -30,6 +54,8 @@ fn modelled() -> Arc<Modelled> {
         submitted: AtomicU64::new(0),
         submitter_sleeping: AtomicU32::new(0),
         executor_sleeping: AtomicU32::new(0),
+        wake: AtomicU32::new(0),
+        futex: Futex::default(),
         slots: (0..SLOTS).map(|_| ModelledSlot::default()).collect(),
     })
 }
@@ -57,6 +83,10 @@ impl Words for Arc<Modelled> {
 
     fn executor_sleeping(&self) -> Word32<'_> {
         Word32::new(&self.executor_sleeping)
+    }
+
+    fn wake(&self) -> Word32<'_> {
+        Word32::new(&self.wake)
     }
 
     fn state(&self, slot: u64) -> Word64<'_> {
@@ -219,6 +249,121 @@ fn a_submitter_that_sleeps_is_woken_by_every_answer() {
         assert_eq!(answer, [1, payload(1)]);
         executor.join().unwrap();
     });
+}
+
+/// Takes one request and answers it; wakes the futex if somebody sleeps.
+fn take_and_answer(taker: &mut TakerRing<Arc<Modelled>>, words: &Modelled) {
+    let mut descriptor = [0; 2];
+    let sequence = taker.take(&mut descriptor).unwrap().unwrap();
+    if taker.answer(sequence, &[sequence.get(), payload(sequence.get())]) {
+        taker.raise_wake();
+        words.futex.wake();
+    }
+}
+
+#[test]
+fn a_submitter_that_sleeps_on_the_futex_is_woken_by_every_answer() {
+    explore(|| {
+        let words = modelled();
+        let mut submitter = SubmitterRing::new(words.clone());
+        let mut taker = TakerRing::new(words.clone());
+        let sequences = [publish(&mut submitter).0, publish(&mut submitter).0];
+        let executors = words.clone();
+        let executor = thread::spawn(move || {
+            take_and_answer(&mut taker, &executors);
+            take_and_answer(&mut taker, &executors);
+        });
+        for sequence in sequences {
+            let mut answer = [0; 2];
+            loop {
+                let seen = submitter.prepare_sleep();
+                let phase = submitter.poll(sequence, &mut answer).unwrap();
+                if phase != Some(Phase::Answered) {
+                    words.futex.wait(&words.wake, seen);
+                }
+                submitter.cancel_sleep();
+                if phase == Some(Phase::Answered) {
+                    break;
+                }
+            }
+            assert_eq!(answer, [sequence.get(), payload(sequence.get())]);
+        }
+        executor.join().unwrap();
+    });
+}
+
+/// One thread of a submitter that several share: it sleeps without the lock.
+fn await_answer(shared: &Mutex<SubmitterRing<Arc<Modelled>>>, words: &Modelled, awaited: Sequence) {
+    let mut answer = [0; 2];
+    let mut look = |submitter: &mut SubmitterRing<Arc<Modelled>>| {
+        submitter.poll(awaited, &mut answer).unwrap() == Some(Phase::Answered)
+    };
+    loop {
+        let seen = {
+            let mut submitter = shared.lock().unwrap();
+            let seen = submitter.prepare_sleep();
+            if look(&mut submitter) {
+                submitter.cancel_sleep();
+                return;
+            }
+            seen
+        };
+        words.futex.wait(&words.wake, seen);
+        shared.lock().unwrap().cancel_sleep();
+    }
+}
+
+#[test]
+fn threads_that_sleep_on_one_futex_are_all_woken() {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(2);
+    builder.check(|| {
+        let words = modelled();
+        let mut submitter = SubmitterRing::new(words.clone());
+        let mut taker = TakerRing::new(words.clone());
+        let (first, second) = (publish(&mut submitter).0, publish(&mut submitter).0);
+        let shared = Arc::new(Mutex::new(submitter));
+        let executors = words.clone();
+        let executor = thread::spawn(move || {
+            take_and_answer(&mut taker, &executors);
+            take_and_answer(&mut taker, &executors);
+        });
+        let (others, theirs) = (shared.clone(), words.clone());
+        let other = thread::spawn(move || await_answer(&others, &theirs, second));
+        await_answer(&shared, &words, first);
+        other.join().unwrap();
+        executor.join().unwrap();
+    });
+}
+
+/// A submitter that looks once and would then sleep, with the wake word as it was before that look or after it.
+fn look_and_sleep(loaded_before: bool) {
+    explore(move || {
+        let words = modelled();
+        let mut submitter = SubmitterRing::new(words.clone());
+        let mut taker = TakerRing::new(words.clone());
+        let (sequence, _) = publish(&mut submitter);
+        let executors = words.clone();
+        let executor = thread::spawn(move || take_and_answer(&mut taker, &executors));
+        let before = submitter.prepare_sleep();
+        let seen = submitter.poll(sequence, &mut [0; 2]).unwrap() == Some(Phase::Answered);
+        let after = WakeCount(words.wake.load(Ordering::Acquire));
+        executor.join().unwrap();
+        let expected = if loaded_before { before } else { after };
+        let raised = words.wake.load(Ordering::Relaxed) != expected.0;
+        assert!(seen || raised, "the submitter sleeps on an answered request");
+    });
+}
+
+#[test]
+fn a_wake_word_that_is_loaded_before_the_look_loses_no_wake_up() {
+    look_and_sleep(true);
+}
+
+#[test]
+#[should_panic(expected = "the submitter sleeps on an answered request")]
+fn a_wake_word_that_is_loaded_after_the_look_loses_one() {
+    look_and_sleep(false);
 }
 
 /// The hand-shake of [`SubmitterRing::publish`] and [`TakerRing::prepare_sleep`] with its fences of a given strength.
