@@ -80,6 +80,8 @@ settings! {
         executor_cpu: Option<usize> = None;
         /// Requests that the ring between supervisor and device process holds: a power of two.
         slots: u32 = 1024;
+        /// Requests that a worker's ring holds: a power of two.
+        session_slots: u32 = 64;
         /// Bytes that one launch moves at most: a larger copy is split, so that it does not hold up the others.
         launch_bytes_max: u64 = 64 << 20;
         /// Libraries that LD_PRELOAD may name in the device process, by file name. Every other one is HOOK_PRESENT.

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use statecopy_kernels::layout::{CacheLayout, Placement};
 use statecopy_proto::{BindingId, PlanKind, RegionId, SignatureHash};
+use statecopy_session::Parameters;
 
 /// How the memory of a region came.
 #[derive(Debug, Clone)]
@@ -23,6 +24,17 @@ pub struct RegionRecord {
     pub handle: RegionHandle,
     /// Its size.
     pub bytes: u64,
+}
+
+/// One worker's ring. It outlives device processes.
+#[derive(Debug, Clone)]
+pub struct RingRecord {
+    /// Its sizes. The daemon believes this record, not the header that the worker can write over.
+    pub parameters: Parameters,
+    /// The session memory.
+    pub memory: Arc<OwnedFd>,
+    /// The doorbell that the worker rings when the executor sleeps.
+    pub executor_bell: Arc<OwnedFd>,
 }
 
 /// One layer that passed every check that needs no device.

@@ -64,6 +64,10 @@ impl Settings {
         if !self.slots.is_power_of_two() || !(2..=1024).contains(&self.slots) {
             return rule("slots", self.slots, "must be a power of two from 2 to 1024");
         }
+        if !self.session_slots.is_power_of_two() || !(2..=1024).contains(&self.session_slots) {
+            let range = "must be a power of two from 2 to 1024";
+            return rule("session_slots", self.session_slots, range);
+        }
         if self.spin_us > 1_000_000 {
             return rule("spin_us", self.spin_us, "must be 0 to 1000000");
         }

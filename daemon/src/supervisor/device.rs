@@ -3,6 +3,7 @@
 //! Calls are answered by the device process that lives at the time. When it dies, the keeper starts the next one, tells
 //! it every record again, and submits unanswered copies again; callers see a pause.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -11,11 +12,12 @@ use statecopy_proto::{
     BindingId, DataType, Direction, IndexWidth, Lane, Refusal, RefusalCode, RegionId, SessionId,
     SignatureHash,
 };
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use crate::counters::Counters;
 use crate::record::{
     PlanInspection, Progress, PublishedBinding, RebindRecord, RegionRecord, RegistrationRecord,
+    RingRecord,
 };
 
 /// What is known of the device process now.
@@ -81,6 +83,8 @@ pub struct Copy {
 /// What the keeper of the device process is asked. Each carries the way back for its answer.
 #[derive(Debug)]
 pub(crate) enum Command {
+    /// Serve a worker's ring.
+    OpenSession(SessionId, RingRecord, Answer<()>),
     /// Map a region.
     ImportRegion(SessionId, RegionRecord, Answer<()>),
     /// Unmap a region.
@@ -110,17 +114,57 @@ pub struct DeviceHandle {
     description: Arc<DeviceDescription>,
     counters: Arc<Counters>,
     state: watch::Receiver<DeviceState>,
+    process: watch::Receiver<Option<Arc<OwnedFd>>>,
+    broken_rings: broadcast::Sender<BrokenRing>,
     commands: mpsc::Sender<Command>,
 }
+
+/// A worker's ring whose words make no sense.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BrokenRing {
+    /// Whose.
+    pub session: SessionId,
+    /// What was found.
+    pub reason: String,
+}
+
+/// The ends of a handle that its keeper holds.
+#[derive(Debug)]
+pub(crate) struct DeviceChannels {
+    /// What is known of the device process.
+    pub(crate) state: watch::Sender<DeviceState>,
+    /// The pidfd of the device process, once it serves; `None` while there is none.
+    pub(crate) process: watch::Sender<Option<Arc<OwnedFd>>>,
+    /// News of broken rings.
+    pub(crate) broken_rings: broadcast::Sender<BrokenRing>,
+    /// What the services ask.
+    pub(crate) commands: mpsc::Receiver<Command>,
+}
+
+/// Commands that wait between the services and the keeper.
+const COMMANDS_MAX: usize = 256;
+/// News of broken rings that a slow listener may be behind.
+const BROKEN_RINGS_MAX: usize = 256;
 
 impl DeviceHandle {
     pub(crate) fn new(
         description: Arc<DeviceDescription>,
         counters: Arc<Counters>,
-        state: watch::Receiver<DeviceState>,
-        commands: mpsc::Sender<Command>,
-    ) -> Self {
-        Self { description, counters, state, commands }
+        state: DeviceState,
+    ) -> (Self, DeviceChannels) {
+        let (state, watched_state) = watch::channel(state);
+        let (process, watched_process) = watch::channel(None);
+        let (broken_rings, _) = broadcast::channel(BROKEN_RINGS_MAX);
+        let (commands, inbox) = mpsc::channel(COMMANDS_MAX);
+        let handle = Self {
+            description,
+            counters,
+            state: watched_state,
+            process: watched_process,
+            broken_rings: broken_rings.clone(),
+            commands,
+        };
+        (handle, DeviceChannels { state, process, broken_rings, commands: inbox })
     }
 
     /// What the device says of itself.
@@ -139,6 +183,26 @@ impl DeviceHandle {
     #[must_use]
     pub fn state(&self) -> watch::Receiver<DeviceState> {
         self.state.clone()
+    }
+
+    /// The pidfd of the device process now (`None` while there is none) and its changes. Readable means dead.
+    #[must_use]
+    pub fn process(&self) -> watch::Receiver<Option<Arc<OwnedFd>>> {
+        self.process.clone()
+    }
+
+    /// News of broken rings from now on.
+    #[must_use]
+    pub fn broken_rings(&self) -> broadcast::Receiver<BrokenRing> {
+        self.broken_rings.subscribe()
+    }
+
+    /// Serves a worker's ring from now on, also after a death of the device process, until the session closes.
+    ///
+    /// # Errors
+    /// UNAVAILABLE when the device is gone for good.
+    pub async fn open_session(&self, session: SessionId, ring: RingRecord) -> Result<(), Refusal> {
+        self.ask(|answer| Command::OpenSession(session, ring, answer)).await
     }
 
     /// Maps a region and keeps its record until it is dropped or the session closes.

@@ -17,7 +17,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use statecopy_proto::{Incarnation, Refusal, RefusalCode, SessionId};
-use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tracing::{error, info, warn};
 
@@ -25,7 +24,7 @@ use crate::config::{DeviceSettings, SelfProgram};
 use crate::counters::Counters;
 use crate::link::{LinkError, Reply, Request};
 
-use super::device::{Command, DeviceHandle, DeviceState};
+use super::device::{BrokenRing, Command, DeviceChannels, DeviceHandle, DeviceState};
 use calls::{Call, Outcome};
 use copies::Copies;
 use process::{DeviceProcess, Setup, Spawner, StartError};
@@ -38,8 +37,6 @@ mod process;
 mod records;
 mod restarts;
 
-/// Commands that wait between the services and the keeper.
-const COMMANDS_MAX: usize = 256;
 /// Copies that wait for a place in the ring.
 const COPIES_WAITING_MAX: usize = 4096;
 /// Other requests that wait for the device process.
@@ -63,28 +60,25 @@ pub async fn start(
     let spawner = Spawner::new(program).map_err(|error| error.to_refusal())?;
     let (process, description) =
         DeviceProcess::start(&spawner, &setup).await.map_err(|error| error.to_refusal())?;
-    let (commands, inbox) = mpsc::channel(COMMANDS_MAX);
     let state = DeviceState { pid: process.pid, ready: true, restarts: 0, failed: false };
-    let (published, watched) = watch::channel(state);
+    let (handle, channels) = DeviceHandle::new(Arc::new(description), Arc::new(counters), state);
+    channels.process.send_replace(Some(process.pidfd()));
     let keeper = Keeper {
         spawner,
         setup,
-        inbox,
-        state: published,
+        channels,
         records: Records::default(),
         calls: VecDeque::new(),
         copies: Copies::new(COPIES_WAITING_MAX),
         ending: None,
     };
-    let handle = DeviceHandle::new(Arc::new(description), Arc::new(counters), watched, commands);
     Ok((handle, tokio::spawn(keeper.run(process))))
 }
 
 struct Keeper {
     spawner: Spawner,
     setup: Setup,
-    inbox: mpsc::Receiver<Command>,
-    state: watch::Sender<DeviceState>,
+    channels: DeviceChannels,
     records: Records,
     /// The front one has been sent if its `sent` says so.
     calls: VecDeque<Call>,
@@ -109,7 +103,8 @@ impl Keeper {
         let mut restarts = Restarts::default();
         loop {
             let stop = self.serve(&mut process).await;
-            self.state.send_modify(|state| (state.pid, state.ready) = (0, false));
+            self.channels.process.send_replace(None);
+            self.channels.state.send_modify(|state| (state.pid, state.ready) = (0, false));
             self.copies.recover(&mut process.ring);
             if matches!(stop, Stop::Ended) {
                 break;
@@ -142,7 +137,7 @@ impl Keeper {
             }
             let deadline = self.copies.next_deadline();
             tokio::select! {
-                command = self.inbox.recv(), if self.ending.is_none() => self.take(command),
+                command = self.channels.commands.recv(), if self.ending.is_none() => self.take(command),
                 received = process::receive(&process.link) => {
                     if let Err(error) = received.and_then(|reply| self.hear(reply)) {
                         if !self.shutdown_sent() {
@@ -235,6 +230,8 @@ impl Keeper {
     fn hear(&mut self, (id, reply): (u64, Reply)) -> Result<(), LinkError> {
         if let Reply::RingBroken { session, reason } = reply {
             warn!(%session, reason, "A worker's ring makes no sense any more");
+            // Without a listener there is no session to end.
+            self.channels.broken_rings.send(BrokenRing { session, reason }).ok();
             return Ok(());
         }
         let Some(call) = self.calls.front_mut().filter(|call| call.sent && call.id == id) else {
@@ -261,12 +258,13 @@ impl Keeper {
         loop {
             let Decision::StartAfter(pause) = restarts.died(Instant::now()) else {
                 error!("The device process died ten times in a minute, giving up");
-                self.state.send_modify(|state| state.failed = true);
+                self.channels.state.send_modify(|state| state.failed = true);
                 return None;
             };
             match self.start_next(pause).await {
                 Some(Ok(process)) => {
-                    self.state.send_modify(|state| {
+                    self.channels.process.send_replace(Some(process.pidfd()));
+                    self.channels.state.send_modify(|state| {
                         *state = DeviceState {
                             pid: process.pid,
                             ready: true,
@@ -315,7 +313,7 @@ impl Keeper {
         requests: Vec<(SessionId, Vec<records::Message>)>,
         calls: &mut Vec<Command>,
     ) -> Option<Result<(DeviceProcess, Vec<(SessionId, Refusal)>), StartError>> {
-        let Self { spawner, setup, inbox, copies, ending, .. } = self;
+        let Self { spawner, setup, channels, copies, ending, .. } = self;
         let starting = async {
             tokio::time::sleep(pause).await;
             let (mut process, _) = DeviceProcess::start(spawner, setup).await?;
@@ -326,7 +324,7 @@ impl Keeper {
         loop {
             tokio::select! {
                 started = &mut starting => return Some(started),
-                command = inbox.recv(), if calls.len() < CALLS_WAITING_MAX => match command {
+                command = channels.commands.recv(), if calls.len() < CALLS_WAITING_MAX => match command {
                     Some(Command::Copy(copy, answer)) => copies.push(copy, answer),
                     Some(Command::Shutdown(answer)) => { *ending = Some(Some(answer)); return None }
                     Some(command) => calls.push(command),
@@ -348,5 +346,5 @@ async fn sleep_until(deadline: Option<Instant>) {
 
 /// The message that ends a device process.
 fn shutdown_message() -> records::Message {
-    (Request::Shutdown, None)
+    (Request::Shutdown, Vec::new())
 }

@@ -7,6 +7,7 @@
 mod attach;
 mod ending;
 mod publication;
+mod ring;
 mod session;
 mod state;
 

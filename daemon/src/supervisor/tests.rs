@@ -3,4 +3,5 @@
 mod copies;
 mod ending;
 mod registrations;
+mod rings;
 mod sessions;

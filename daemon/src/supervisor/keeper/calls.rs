@@ -64,10 +64,13 @@ impl Call {
 
     /// The messages that ask it.
     pub(super) fn messages(&self) -> Result<Vec<Message>, LinkError> {
-        let plain = |request| Ok(vec![(request, None)]);
+        let plain = |request| Ok(vec![(request, Vec::new())]);
         match &self.command {
             None | Some(Command::Copy(..) | Command::Shutdown(_)) => {
                 Ok(vec![super::shutdown_message()])
+            }
+            Some(Command::OpenSession(session, ring, _)) => {
+                Ok(vec![records::open(*session, ring, self.deaths > 0)])
             }
             Some(Command::ImportRegion(session, region, _)) => {
                 Ok(vec![records::import(*session, region)])
@@ -127,6 +130,12 @@ impl Call {
         let accepted = done.is_ok();
         match command {
             None | Some(Command::Copy(..) | Command::Shutdown(_)) => {}
+            Some(Command::OpenSession(session, ring, answer)) => {
+                if accepted {
+                    records.open(session, ring);
+                }
+                drop(answer.send(done));
+            }
             Some(Command::ImportRegion(session, region, answer)) => {
                 if accepted {
                     records.add_region(session, region);
@@ -200,7 +209,8 @@ impl Call {
             Some(Command::Register(_, _, _, answer)) => send(answer, refusal),
             Some(Command::Inspect(answer)) => send(answer, refusal),
             Some(
-                Command::ImportRegion(_, _, answer)
+                Command::OpenSession(_, _, answer)
+                | Command::ImportRegion(_, _, answer)
                 | Command::DropRegion(_, _, answer)
                 | Command::Rebind(_, _, answer)
                 | Command::ReleaseLayers(_, answer)

@@ -10,6 +10,7 @@ use std::time::Duration;
 use rustix::process::{Pid, Signal, kill_process};
 use statecopy_descriptors::{
     AsyncConnection, AsyncDoorbell, Connection, Doorbell, MESSAGE_BYTES_MAX, SealedMemory,
+    pidfd_open,
 };
 use statecopy_kernels::device::DeviceDescription;
 use statecopy_proto::{Incarnation, Refusal, RefusalCode, SessionId};
@@ -20,6 +21,8 @@ use tokio::sync::oneshot;
 
 use crate::config::{DeviceSettings, SelfProgram};
 use crate::link::{self, LinkError, Reply, Request};
+
+use super::records::Message;
 
 /// How long a device process may take until it serves.
 const START_MAX: Duration = Duration::from_secs(60);
@@ -76,9 +79,10 @@ fn describe(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// A started child: its pid, and the way by which its end is told.
+/// A started child: its pid, and the ways by which its end is told.
 struct Child {
     pid: u32,
+    pidfd: OwnedFd,
     exit: oneshot::Receiver<ExitStatus>,
 }
 
@@ -130,7 +134,13 @@ fn spawn_and_reap(program: &SelfProgram, request: SpawnRequest) {
         }
     };
     let (exited, exit) = oneshot::channel();
-    drop(request.started.send(Ok(Child { pid: child.id(), exit })));
+    let pid = child.id();
+    let started = pidfd_open(pid).map(|pidfd| Child { pid, pidfd, exit });
+    let watched = started.is_ok();
+    drop(request.started.send(started));
+    if !watched {
+        child.kill().ok();
+    }
     if let Ok(status) = child.wait() {
         exited.send(status).ok();
     }
@@ -155,6 +165,7 @@ pub(super) struct DeviceProcess {
     pub(super) answers: AsyncDoorbell,
     pub(super) exit: oneshot::Receiver<ExitStatus>,
     pub(super) link: AsyncConnection,
+    pidfd: Arc<OwnedFd>,
     next_id: u64,
 }
 
@@ -191,6 +202,7 @@ impl DeviceProcess {
             answers: AsyncDoorbell::new(answer_bell).map_err(StartError::Descriptor)?,
             exit: child.exit,
             link: AsyncConnection::new(ours).map_err(LinkError::from)?,
+            pidfd: Arc::new(child.pidfd),
             next_id: 0,
         };
         let id = process.next_id();
@@ -210,6 +222,11 @@ impl DeviceProcess {
         }
     }
 
+    /// A descriptor that is readable once the process is dead.
+    pub(super) fn pidfd(&self) -> Arc<OwnedFd> {
+        Arc::clone(&self.pidfd)
+    }
+
     /// A number for the next request.
     pub(super) fn next_id(&mut self) -> u64 {
         self.next_id += 1;
@@ -217,13 +234,9 @@ impl DeviceProcess {
     }
 
     /// Sends one request, in as many messages as it needs.
-    pub(super) async fn send(
-        &self,
-        id: u64,
-        requests: &[(Request, Option<Arc<OwnedFd>>)],
-    ) -> Result<(), LinkError> {
-        for (request, descriptor) in requests {
-            let descriptors: Vec<_> = descriptor.iter().map(|fd| fd.as_fd()).collect();
+    pub(super) async fn send(&self, id: u64, requests: &[Message]) -> Result<(), LinkError> {
+        for (request, descriptors) in requests {
+            let descriptors: Vec<_> = descriptors.iter().map(|fd| fd.as_fd()).collect();
             send(&self.link, id, request, &descriptors).await?;
         }
         Ok(())

@@ -7,14 +7,15 @@ use std::sync::Arc;
 use statecopy_proto::{RegionId, SessionId};
 
 use crate::link::{self, LinkError, Request};
-use crate::record::{RebindRecord, RegionHandle, RegionRecord, RegistrationRecord};
+use crate::record::{RebindRecord, RegionHandle, RegionRecord, RegistrationRecord, RingRecord};
 
-/// A request of the link, with the descriptor that goes along.
-pub(super) type Message = (Request, Option<Arc<OwnedFd>>);
+/// A request of the link, with the descriptors that go along.
+pub(super) type Message = (Request, Vec<Arc<OwnedFd>>);
 
 /// One session's records.
 #[derive(Debug, Default)]
 struct SessionRecords {
+    ring: Option<RingRecord>,
     regions: BTreeMap<RegionId, RegionRecord>,
     registration: Option<RegistrationRecord>,
 }
@@ -26,6 +27,10 @@ pub(super) struct Records {
 }
 
 impl Records {
+    pub(super) fn open(&mut self, session: SessionId, ring: RingRecord) {
+        self.sessions.entry(session).or_default().ring = Some(ring);
+    }
+
     pub(super) fn add_region(&mut self, session: SessionId, region: RegionRecord) {
         self.sessions.entry(session).or_default().regions.insert(region.id, region);
     }
@@ -71,16 +76,31 @@ impl Records {
             if let Some(registration) = &records.registration {
                 requests.push((*session, register(*session, registration)?));
             }
+            // Last: what the ring holds is served against the tables above.
+            if let Some(ring) = &records.ring {
+                requests.push((*session, vec![open(*session, ring, true)]));
+            }
         }
         Ok(requests)
     }
+}
+
+/// The message that opens a ring. `resumed`: an earlier device process served it.
+pub(super) fn open(session: SessionId, ring: &RingRecord, resumed: bool) -> Message {
+    let request = Request::OpenSession {
+        session,
+        slots: ring.parameters.slots(),
+        inline_bytes: ring.parameters.inline_bytes(),
+        resumed,
+    };
+    (request, vec![Arc::clone(&ring.memory), Arc::clone(&ring.executor_bell)])
 }
 
 /// The message that maps a region.
 pub(super) fn import(session: SessionId, region: &RegionRecord) -> Message {
     let RegionHandle::Memfd(descriptor) = &region.handle;
     let request = Request::ImportRegion { session, region: region.id, bytes: region.bytes };
-    (request, Some(Arc::clone(descriptor)))
+    (request, vec![Arc::clone(descriptor)])
 }
 
 /// The messages of a registration.
@@ -92,11 +112,13 @@ pub(super) fn register(
     let sets = link::chunks(registration.sets.iter().map(Into::into).collect())?;
     let mut messages: Vec<Message> = layers
         .into_iter()
-        .map(|layers| (Request::Register { session, layers, sets: Vec::new(), last: false }, None))
+        .map(|layers| {
+            (Request::Register { session, layers, sets: Vec::new(), last: false }, Vec::new())
+        })
         .collect();
     let last_at = sets.len() - 1;
     messages.extend(sets.into_iter().enumerate().map(|(at, sets)| {
-        (Request::Register { session, layers: Vec::new(), sets, last: at == last_at }, None)
+        (Request::Register { session, layers: Vec::new(), sets, last: at == last_at }, Vec::new())
     }));
     Ok(messages)
 }
@@ -108,6 +130,7 @@ pub(super) fn rebind(
 ) -> Result<Vec<Message>, LinkError> {
     let parts = link::chunks(moves.iter().map(Into::into).collect())?;
     let last_at = parts.len() - 1;
-    let message = |(at, layers)| (Request::Rebind { session, layers, last: at == last_at }, None);
+    let message =
+        |(at, layers)| (Request::Rebind { session, layers, last: at == last_at }, Vec::new());
     Ok(parts.into_iter().enumerate().map(message).collect())
 }

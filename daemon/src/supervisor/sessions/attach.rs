@@ -3,7 +3,7 @@
 //! A session lives as long as its worker's process (seen by a pidfd, because a forked child keeps a dead worker's
 //! connection open) and as long as its connection, whichever ends first.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,7 @@ use statecopy_proto::descriptor_socket::{
 use statecopy_proto::{Refusal, RefusalCode};
 use tokio::sync::Semaphore;
 
+use super::ring::{News, WorkerRing};
 use super::{EndReason, Grant, end_session};
 use crate::supervisor::control::Control;
 use crate::supervisor::peer::unreadable;
@@ -63,7 +64,7 @@ async fn serve_worker(control: Arc<Control>, connection: AsyncConnection) {
         Err(refusal) => {
             control.refused("attach", &refusal);
             // The connection is closed next: a worker that does not read learns it from that.
-            let _ = send(&connection, &DaemonRecord::refused(&refusal)).await;
+            let _ = send(&connection, &DaemonRecord::refused(&refusal), &[]).await;
             return;
         }
     };
@@ -128,12 +129,29 @@ async fn serve_attached(
     grant: &Grant,
     connection: &AsyncConnection,
 ) -> EndReason {
-    if send(connection, &DaemonRecord::Attached).await.is_err() {
-        return EndReason::ConnectionEnded;
-    }
+    let mut ring = match hand_over(control, grant, connection).await {
+        Ok(ring) => ring,
+        Err(refusal) => {
+            control.refused("attach", &refusal);
+            send(connection, &DaemonRecord::refused(&refusal), &[]).await.ok();
+            return EndReason::ConnectionEnded;
+        }
+    };
     loop {
         let mut buffer = [0; RECORD_BYTES_MAX];
-        let received = connection.receive(&mut buffer, DESCRIPTORS_MAX as usize).await;
+        let received = tokio::select! {
+            received = connection.receive(&mut buffer, DESCRIPTORS_MAX as usize) => received,
+            news = ring.news(grant.id) => match news {
+                News::Broken => return EndReason::RingBroken,
+                News::Process(process) => {
+                    let process = [process.as_fd()];
+                    if send(connection, &DaemonRecord::DeviceProcess, &process).await.is_err() {
+                        return EndReason::ConnectionEnded;
+                    }
+                    continue;
+                }
+            },
+        };
         let answer = match received {
             Ok(mut received) => {
                 let answer = take(control, grant, &buffer, &mut received);
@@ -152,10 +170,25 @@ async fn serve_attached(
             control.refused("descriptors", &refusal);
             DaemonRecord::refused(&refusal)
         });
-        if send(connection, &answer).await.is_err() {
+        if send(connection, &answer, &[]).await.is_err() {
             return EndReason::ConnectionEnded;
         }
     }
+}
+
+/// Gives the worker its ring: from now on it can ask for copies without a call.
+async fn hand_over(
+    control: &Control,
+    grant: &Grant,
+    connection: &AsyncConnection,
+) -> Result<WorkerRing, Refusal> {
+    let mut ring = WorkerRing::open(control, grant).await?;
+    let process = ring.serving().await?;
+    let descriptors =
+        [ring.record.memory.as_fd(), ring.record.executor_bell.as_fd(), process.as_fd()];
+    let sent = send(connection, &DaemonRecord::Attached, &descriptors).await;
+    sent.map_err(|error| bad_message(&error))?;
+    Ok(ring)
 }
 
 fn take(
@@ -183,9 +216,13 @@ fn take(
     Ok(DaemonRecord::Received { tag, total })
 }
 
-async fn send(connection: &AsyncConnection, record: &DaemonRecord) -> Result<(), ChannelError> {
+async fn send(
+    connection: &AsyncConnection,
+    record: &DaemonRecord,
+    descriptors: &[BorrowedFd<'_>],
+) -> Result<(), ChannelError> {
     let bytes = record.encode();
-    match tokio::time::timeout(SEND_MAX, connection.send(&bytes, &[])).await {
+    match tokio::time::timeout(SEND_MAX, connection.send(&bytes, descriptors)).await {
         Ok(sent) => sent,
         Err(_) => Err(ChannelError::TimedOut),
     }

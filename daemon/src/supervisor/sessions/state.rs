@@ -89,17 +89,20 @@ pub(crate) enum EndReason {
     ConnectionEnded,
     /// The token was not presented in time.
     AttachTimeout,
+    /// The words of its ring make no sense.
+    RingBroken,
     /// The daemon ends.
     Draining,
 }
 
 impl EndReason {
     /// Every reason.
-    pub(crate) const ALL: [Self; 5] = [
+    pub(crate) const ALL: [Self; 6] = [
         Self::Closed,
         Self::WorkerDied,
         Self::ConnectionEnded,
         Self::AttachTimeout,
+        Self::RingBroken,
         Self::Draining,
     ];
 
@@ -110,6 +113,7 @@ impl EndReason {
             Self::WorkerDied => "worker_died",
             Self::ConnectionEnded => "connection_ended",
             Self::AttachTimeout => "attach_timeout",
+            Self::RingBroken => "ring_broken",
             Self::Draining => "draining",
         }
     }
@@ -121,6 +125,7 @@ impl EndReason {
             Self::WorkerDied => "The worker's process is dead",
             Self::ConnectionEnded => "The connection to the descriptor socket ended",
             Self::AttachTimeout => "The token was not presented on the descriptor socket in time",
+            Self::RingBroken => "The counters of the session's ring jumped",
             Self::Draining => "The daemon ends",
         }
     }

@@ -7,7 +7,9 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use statecopy_descriptors::{AsyncConnection, Connection, SealedMemory};
-use statecopy_proto::descriptor_socket::{DaemonRecord, RECORD_BYTES_MAX, Token, WorkerRecord};
+use statecopy_proto::descriptor_socket::{
+    ATTACHED_DESCRIPTORS, DaemonRecord, RECORD_BYTES_MAX, Token, WorkerRecord,
+};
 use statecopy_proto::v1::admin_service_client::AdminServiceClient;
 use statecopy_proto::v1::copy_service_client::CopyServiceClient;
 use statecopy_proto::v1::registry_service_client::RegistryServiceClient;
@@ -185,9 +187,16 @@ impl Worker {
     pub(crate) async fn say(&self, record: &WorkerRecord, descriptors: &[OwnedFd]) -> DaemonRecord {
         let borrowed: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
         self.connection.send(&record.encode(), &borrowed).await.unwrap();
+        self.hear().await.0
+    }
+
+    /// Hears a record, and the descriptors beside it.
+    pub(crate) async fn hear(&self) -> (DaemonRecord, Vec<OwnedFd>) {
         let mut buffer = [0; RECORD_BYTES_MAX];
-        let received = timeout(PATIENCE, self.connection.receive(&mut buffer, 0)).await;
-        DaemonRecord::decode(&buffer[..received.unwrap().unwrap().bytes]).unwrap()
+        let descriptors_max = ATTACHED_DESCRIPTORS as usize;
+        let received = timeout(PATIENCE, self.connection.receive(&mut buffer, descriptors_max));
+        let received = received.await.unwrap().unwrap();
+        (DaemonRecord::decode(&buffer[..received.bytes]).unwrap(), received.descriptors)
     }
 
     /// Sends one descriptor under a tag and asks for its region.

@@ -1,17 +1,20 @@
 //! A scripted device, for tests: it answers as a device process would, and remembers what it was asked.
 
 use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 
 use statecopy_kernels::device::{DeviceDescription, Moved};
 use statecopy_kernels::plan;
 use statecopy_kernels::signature::{DeviceUuid, Signature};
 use statecopy_proto::{BindingId, DataType, PlanKind, Refusal, RefusalCode, SignatureHash};
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use crate::counters::Counters;
 use crate::record::{Progress, PublishedBinding, RegistrationRecord, Stage};
-use crate::supervisor::device::{Answer, Command, Copy, DeviceHandle, DeviceState};
+use crate::supervisor::device::{
+    Answer, BrokenRing, Command, Copy, DeviceChannels, DeviceHandle, DeviceState,
+};
 
 /// The UUID of every scripted device.
 pub(crate) const UUID: DeviceUuid = DeviceUuid([7; 16]);
@@ -44,6 +47,8 @@ pub(crate) struct ScriptedDevice {
     pub(crate) handle: DeviceHandle,
     pub(crate) script: Arc<Mutex<Script>>,
     pub(crate) state: watch::Sender<DeviceState>,
+    pub(crate) process: watch::Sender<Option<Arc<OwnedFd>>>,
+    pub(crate) broken_rings: broadcast::Sender<BrokenRing>,
     commands: Option<mpsc::Receiver<Command>>,
 }
 
@@ -57,15 +62,12 @@ pub(crate) fn scripted_device() -> ScriptedDevice {
         fused: vec![DataType::Float32],
     };
     let (_memory, counters) = Counters::create().unwrap();
-    let (state, watched) =
-        watch::channel(DeviceState { pid: 77, ready: true, restarts: 0, failed: false });
-    let (commands, inbox) = mpsc::channel(16);
-    ScriptedDevice {
-        handle: DeviceHandle::new(Arc::new(description), Arc::new(counters), watched, commands),
-        script: Arc::default(),
-        state,
-        commands: Some(inbox),
-    }
+    let state = DeviceState { pid: 77, ready: true, restarts: 0, failed: false };
+    let (handle, channels) = DeviceHandle::new(Arc::new(description), Arc::new(counters), state);
+    let DeviceChannels { state, process, broken_rings, commands } = channels;
+    process.send_replace(Some(Arc::new(statecopy_descriptors::open_pidfd_self().unwrap())));
+    let commands = Some(commands);
+    ScriptedDevice { handle, script: Arc::default(), state, process, broken_rings, commands }
 }
 
 impl ScriptedDevice {
@@ -121,6 +123,7 @@ fn answer(script: &mut Script, command: Command) {
         drop(answer.send(value));
     }
     match command {
+        Command::OpenSession(_, _, answer) => done(script, "open", answer, Ok(())),
         Command::ImportRegion(_, _, answer) => done(script, "import", answer, Ok(())),
         Command::DropRegion(_, _, answer) => done(script, "drop", answer, Ok(())),
         Command::Rebind(_, _, answer) => done(script, "rebind", answer, Ok(())),

@@ -1,0 +1,123 @@
+//! The ring that a worker gets when it is attached.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use statecopy_descriptors::Doorbell;
+use statecopy_proto::{Refusal, RefusalCode, SessionId};
+use statecopy_session::{Identity, Parameters, SessionMemory};
+use tokio::sync::broadcast::error::RecvError;
+use tokio::sync::{broadcast, watch};
+
+use super::Grant;
+use crate::record::RingRecord;
+use crate::supervisor::control::Control;
+use crate::supervisor::device::BrokenRing;
+
+/// A served ring: what the worker is handed, and how the daemon learns of changes.
+#[derive(Debug)]
+pub(super) struct WorkerRing {
+    pub(super) record: RingRecord,
+    /// The device process that serves it.
+    pub(super) process: watch::Receiver<Option<Arc<OwnedFd>>>,
+    /// News of broken rings, this one among them.
+    pub(super) broken: broadcast::Receiver<BrokenRing>,
+}
+
+impl WorkerRing {
+    /// Makes a session memory and has it served. Its pages are the worker's: whoever touches one first pays for it.
+    ///
+    /// # Errors
+    /// QUOTA_EXCEEDED when the system gives no descriptor or memory, UNAVAILABLE when the device is gone for good.
+    pub(super) async fn open(control: &Control, grant: &Grant) -> Result<Self, Refusal> {
+        let settings = &control.settings;
+        let rows = u32::try_from(settings.limits.selected_max).unwrap_or(u32::MAX);
+        let parameters = Parameters::for_rows(settings.session_slots, rows)
+            .map_err(|error| no_room(&error.to_string()))?;
+        let identity = Identity { incarnation: control.incarnation, session: grant.id };
+        let (memory, _) = SessionMemory::create(parameters, identity)
+            .map_err(|error| no_room(&error.to_string()))?;
+        let record = RingRecord {
+            parameters,
+            memory: Arc::new(memory.try_clone_fd().map_err(|error| no_descriptor(&error))?),
+            executor_bell: Arc::new(
+                Doorbell::create()
+                    .and_then(|bell| bell.try_clone_fd())
+                    .map_err(|error| no_descriptor(&error))?,
+            ),
+        };
+        let ring = Self {
+            record: record.clone(),
+            process: grant.device.process(),
+            broken: grant.device.broken_rings(),
+        };
+        grant.device.open_session(grant.id, record).await?;
+        Ok(ring)
+    }
+
+    /// The pidfd of the device process that serves the ring now; waits while there is none.
+    ///
+    /// # Errors
+    /// UNAVAILABLE when the device is gone for good.
+    pub(super) async fn serving(&mut self) -> Result<Arc<OwnedFd>, Refusal> {
+        match self.process.wait_for(Option::is_some).await {
+            Ok(process) => Ok(process.clone().ok_or_else(gone)?),
+            Err(_) => Err(gone()),
+        }
+    }
+
+    /// The next news of the ring of that session.
+    pub(super) async fn news(&mut self, session: SessionId) -> News {
+        let Self { process, broken, .. } = self;
+        tokio::select! {
+            process = next_process(process) => News::Process(process),
+            () = breaks(broken, session) => News::Broken,
+        }
+    }
+}
+
+/// What happens to a ring.
+#[derive(Debug)]
+pub(super) enum News {
+    /// Another device process serves it.
+    Process(Arc<OwnedFd>),
+    /// Its words make no sense.
+    Broken,
+}
+
+async fn next_process(process: &mut watch::Receiver<Option<Arc<OwnedFd>>>) -> Arc<OwnedFd> {
+    loop {
+        if process.changed().await.is_err() {
+            // The device is gone for good, and the daemon ends.
+            std::future::pending::<()>().await;
+        }
+        if let Some(process) = process.borrow_and_update().clone() {
+            return process;
+        }
+    }
+}
+
+async fn breaks(broken: &mut broadcast::Receiver<BrokenRing>, session: SessionId) {
+    loop {
+        match broken.recv().await {
+            Ok(broken) if broken.session == session => return,
+            Ok(_) | Err(RecvError::Lagged(_)) => {}
+            Err(RecvError::Closed) => std::future::pending().await,
+        }
+    }
+}
+
+fn gone() -> Refusal {
+    Refusal::new(RefusalCode::Unavailable, "The device process is gone and is not started again")
+}
+
+fn no_descriptor(error: &io::Error) -> Refusal {
+    no_room(&error.to_string())
+}
+
+fn no_room(why: &str) -> Refusal {
+    let sentence = format!("A ring for the session cannot be made: {why}");
+    Refusal::new(RefusalCode::QuotaExceeded, sentence)
+        .remedied_by("Raise the daemon's limits of memory and open files (RLIMIT_NOFILE).")
+}

@@ -1,0 +1,62 @@
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use statecopy_descriptors::{Doorbell, has_exited, open_pidfd_self};
+use statecopy_proto::descriptor_socket::{DaemonRecord, Token, WorkerRecord};
+use statecopy_proto::{Incarnation, SessionId};
+use statecopy_session::SessionMemory;
+
+use crate::supervisor::device::BrokenRing;
+use crate::supervisor::testing::{TestDaemon, Worker, connect, eventually, reference};
+
+/// An attached worker, and what came with its attachment.
+async fn attach(daemon: &TestDaemon) -> (Worker, Vec<OwnedFd>) {
+    let opened = daemon.open().await.unwrap();
+    let worker = Worker { session: reference(&opened), connection: connect(&opened) };
+    let token = Token::parse(&opened.token).unwrap();
+    worker.connection.send(&WorkerRecord::Attach { token }.encode(), &[]).await.unwrap();
+    let (record, descriptors) = worker.hear().await;
+    assert_eq!(record, DaemonRecord::Attached);
+    (worker, descriptors)
+}
+
+#[tokio::test]
+async fn a_worker_is_handed_its_own_ring_and_the_process_that_serves_it() {
+    let daemon = TestDaemon::start(|settings| settings.session_slots = 16).await;
+    let (worker, descriptors) = attach(&daemon).await;
+    let [memory, bell, process]: [OwnedFd; 3] = descriptors.try_into().unwrap();
+    let memory = SessionMemory::open(memory).unwrap();
+    assert_eq!(memory.parameters().slots(), 16);
+    let identity = memory.identity();
+    assert_eq!(identity.session, SessionId(worker.session.session_id));
+    assert_eq!(identity.incarnation, Incarnation::parse(&worker.session.incarnation).unwrap());
+    Doorbell::from_fd(bell).unwrap();
+    assert!(!has_exited(process).unwrap());
+    assert!(daemon.device.asked().contains(&"open".to_owned()));
+}
+
+#[tokio::test]
+async fn a_worker_is_told_of_the_next_device_process() {
+    let daemon = TestDaemon::start(|_| {}).await;
+    let (worker, _) = attach(&daemon).await;
+    daemon.device.process.send_replace(None);
+    daemon.device.process.send_replace(Some(Arc::new(open_pidfd_self().unwrap())));
+    let (record, descriptors) = worker.hear().await;
+    assert_eq!((record, descriptors.len()), (DaemonRecord::DeviceProcess, 1));
+}
+
+#[tokio::test]
+async fn a_broken_ring_ends_its_session_and_no_other() {
+    let daemon = TestDaemon::start(|_| {}).await;
+    let (broken, _) = attach(&daemon).await;
+    let (_other, _) = attach(&daemon).await;
+    let session = SessionId(broken.session.session_id);
+    let news = BrokenRing { session, reason: "jumped".to_owned() };
+    daemon.device.broken_rings.send(news).unwrap();
+    eventually("the end of the session", || async {
+        (daemon.inspect().await.sessions.len() == 1).then_some(())
+    })
+    .await;
+    let ended = "statecopy_sessions_ended_total{reason=\"ring_broken\"}";
+    assert_eq!(daemon.metric(ended).await, "1");
+}
