@@ -96,6 +96,8 @@ pub enum Request {
         /// Which.
         session: SessionId,
     },
+    /// Serve what the workers' rings hold, refuse what comes later.
+    Drain,
     /// List the compiled tables.
     Inspect,
     /// Answer everything submitted, then end.

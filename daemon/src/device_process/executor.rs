@@ -61,6 +61,8 @@ enum Command<D: Device> {
     Install(SessionId, Arc<SessionTable<D>>, Inline),
     /// A session is over.
     Close(SessionId),
+    /// Serve what was submitted to the workers' rings, refuse what comes later. Acknowledged once nothing is left.
+    Drain,
     /// Answer everything submitted, then end.
     End,
 }
@@ -70,7 +72,7 @@ impl<D: Device> Command<D> {
     fn waits_for(&self) -> Option<SessionId> {
         match self {
             Self::Install(session, ..) | Self::Close(session) => Some(*session),
-            Self::Open(..) | Self::End => None,
+            Self::Open(..) | Self::Drain | Self::End => None,
         }
     }
 }
@@ -118,6 +120,11 @@ impl<D: Device> ExecutorHandle<D> {
     /// How often a hook was seen so far.
     pub(super) fn hook_epoch(&self) -> u64 {
         self.hook_epoch.load(Ordering::Acquire)
+    }
+
+    /// Returns when everything submitted to the workers' rings so far is answered; what comes later is refused.
+    pub(super) fn drain(&self) -> Result<(), Refusal> {
+        self.tell(Command::Drain)
     }
 
     /// Ends the executor once it has answered everything in the rings.
@@ -275,7 +282,15 @@ impl<D: Device> Executor<D> {
             },
         };
         let runs = |session| self.stations.iter().any(|(station, _)| station.works_for(session));
-        if command.waits_for().is_some_and(runs) {
+        let waits = match command {
+            // Every ring is told, also behind one that is not empty yet.
+            Command::Drain => self
+                .stations
+                .iter_mut()
+                .fold(false, |waits, (station, _)| !station.close() || waits),
+            _ => command.waits_for().is_some_and(runs),
+        };
+        if waits {
             self.deferred = Some(command);
             return false;
         }
@@ -289,6 +304,7 @@ impl<D: Device> Executor<D> {
     /// `None`: acknowledged later.
     fn carry_out(&mut self, command: Command<D>) -> Option<Retired> {
         match command {
+            Command::Drain => Some(None),
             Command::End => {
                 self.ending = true;
                 None

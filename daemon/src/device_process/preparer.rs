@@ -213,6 +213,11 @@ impl<D: Device> Preparer<D> {
         Ok(())
     }
 
+    /// Serves what the workers' rings hold, and refuses what comes later.
+    pub(super) fn drain(&self) -> Result<(), Refusal> {
+        self.executor.drain()
+    }
+
     /// Ends the executor once everything submitted is answered.
     pub(super) fn end(&mut self) {
         self.executor.end();

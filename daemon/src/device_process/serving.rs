@@ -89,6 +89,7 @@ fn answer<D: Device>(
             }
             Ok(done(preparer.rebind(session, &std::mem::take(&mut parts.moves))))
         }
+        Request::Drain => Ok(done(preparer.drain())),
         Request::ReleaseLayers { session } => Ok(done(preparer.withdraw(session))),
         Request::CloseSession { session } => Ok(done(preparer.close_session(session))),
         Request::Inspect => {

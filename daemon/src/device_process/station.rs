@@ -63,11 +63,23 @@ pub(super) struct Station<D: Device> {
     inline: Inline,
     job: Option<Job<D>>,
     broken: bool,
+    closing: Closing,
+}
+
+/// Whether new requests are served, once the daemon drains.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Closing {
+    /// It does not drain.
+    Open,
+    /// What was submitted before is served: at most so many more, a ring full.
+    Emptying(u32),
+    /// DRAINING.
+    Closed,
 }
 
 impl<D: Device> Station<D> {
     pub(super) fn new(scope: Scope, ring: Ring, inline: Inline) -> Self {
-        Self { scope, ring, inline, job: None, broken: false }
+        Self { scope, ring, inline, job: None, broken: false, closing: Closing::Open }
     }
 
     pub(super) fn scope(&self) -> Scope {
@@ -82,6 +94,18 @@ impl<D: Device> Station<D> {
     /// Whether a copy of that session runs here.
     pub(super) fn works_for(&self, session: SessionId) -> bool {
         self.job.as_ref().is_some_and(|job| job.session == session)
+    }
+
+    /// The daemon drains: what was submitted is served, what comes later is DRAINING. True once nothing is left to serve.
+    /// The supervisor's own ring is never closed: the supervisor refuses by itself.
+    pub(super) fn close(&mut self) -> bool {
+        if self.scope == Scope::Supervisor || self.broken {
+            return true;
+        }
+        if self.closing == Closing::Open {
+            self.closing = Closing::Emptying(self.ring.parameters().slots());
+        }
+        self.closing == Closing::Closed && self.job.is_none()
     }
 
     /// Takes new buffers for inline indices and flags; gives the old ones back.
@@ -129,7 +153,12 @@ impl<D: Device> Station<D> {
         }
         let taken = match self.ring.take() {
             Ok(Some(taken)) => taken,
-            Ok(None) => return Ok(false),
+            Ok(None) => {
+                if self.closing != Closing::Open {
+                    self.closing = Closing::Closed;
+                }
+                return Ok(false);
+            }
             Err(broken) => {
                 self.broken = true;
                 return Err(broken);
@@ -155,6 +184,14 @@ impl<D: Device> Station<D> {
     ) -> Result<Job<D>, Fault> {
         if self.ring.deaths(taken.sequence) >= DEATHS_MAX {
             return Err(Fault::of(RefusalCode::DeviceLost));
+        }
+        match self.closing {
+            Closing::Open => {}
+            Closing::Closed | Closing::Emptying(0) => {
+                self.closing = Closing::Closed;
+                return Err(Fault::of(RefusalCode::Draining));
+            }
+            Closing::Emptying(left) => self.closing = Closing::Emptying(left - 1),
         }
         let mut request = taken.descriptor.parse()?;
         let session = match self.scope {

@@ -455,6 +455,26 @@ fn a_copy_runs_again_after_one_death_and_is_lost_after_the_second() {
 }
 
 #[test]
+fn a_drain_serves_what_was_submitted_and_refuses_what_comes_later() {
+    let mut rig = Rig::registered();
+    let (_memory, ring) = open_ring(&mut rig, WORKER);
+    rig.preparer.register(WORKER, registration(), &mut |_| {}).unwrap();
+    let request = CopyRequest { deadline: MonotonicNs(60_000_000_000), ..rig.gather(1, &[0]) };
+    let supervisors = std::mem::replace(&mut rig.ring, ring);
+    let index = 0_i32.to_ne_bytes();
+    let early: Vec<_> =
+        (0..8).map(|_| rig.ring.try_submit(&request, &index, &[]).unwrap()).collect();
+    rig.preparer.drain().unwrap();
+    for sequence in early {
+        let Ok(Progress::Answered(answer)) = rig.ring.poll(sequence) else { panic!("unanswered") };
+        assert_eq!(answer.result.unwrap().rows_copied, 1);
+    }
+    assert_eq!(rig.run(&request, &[0]), Err(RefusalCode::Draining));
+    rig.ring = supervisors;
+    assert!(rig.run(&rig.gather(1, &[0]), &[0]).is_ok(), "the supervisor refuses by itself");
+}
+
+#[test]
 fn a_closed_session_is_unknown_and_its_memory_unmapped() {
     let mut rig = Rig::registered();
     let request = rig.gather(1, &[0]);

@@ -99,6 +99,8 @@ pub(crate) enum Command {
     CloseSession(SessionId, Answer<()>),
     /// Submit a copy.
     Copy(Box<Copy>, Answer<Moved>),
+    /// Serve what the workers' rings hold, refuse what comes later.
+    Drain(Answer<()>),
     /// List the compiled tables.
     Inspect(Answer<Vec<PlanInspection>>),
     /// End the device process once everything submitted is answered.
@@ -273,6 +275,14 @@ impl DeviceHandle {
     /// Any refusal of the executor; DEVICE_LOST when the device process died under it twice.
     pub async fn copy(&self, copy: Copy) -> Result<Moved, Refusal> {
         self.ask(|answer| Command::Copy(Box::new(copy), answer)).await
+    }
+
+    /// Returns when every request in the workers' rings is answered. What they submit later is DRAINING.
+    ///
+    /// # Errors
+    /// UNAVAILABLE when the device is gone for good.
+    pub async fn drain(&self) -> Result<(), Refusal> {
+        self.ask(Command::Drain).await
     }
 
     /// Lists the compiled tables.

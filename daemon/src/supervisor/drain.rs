@@ -21,7 +21,7 @@ pub(crate) async fn drain(control: &Arc<Control>) {
     control.readiness.notify_one();
     control.send_event(&message::draining(control.incarnation, grace_ms), |_| true);
     let grace = Duration::from_millis(grace_ms.into());
-    if tokio::time::timeout(grace, control.idle()).await.is_err() {
+    if tokio::time::timeout(grace, finish(control)).await.is_err() {
         let pending = control.snapshot().requests_pending;
         tracing::warn!(pending, "the grace is over and requests still run");
     }
@@ -42,4 +42,14 @@ pub(crate) async fn drain(control: &Arc<Control>) {
         }
     }
     control.stopped.cancel();
+}
+
+/// Returns when everything that was accepted is answered, over gRPC and in the workers' rings.
+async fn finish(control: &Control) {
+    control.idle().await;
+    for device in &control.devices {
+        if let Err(refusal) = device.drain().await {
+            tracing::warn!(%refusal, "a device process did not drain");
+        }
+    }
 }

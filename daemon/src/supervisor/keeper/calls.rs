@@ -88,6 +88,7 @@ impl Call {
             Some(Command::CloseSession(session, _)) => {
                 plain(Request::CloseSession { session: *session })
             }
+            Some(Command::Drain(_)) => plain(Request::Drain),
             Some(Command::Inspect(_)) => plain(Request::Inspect),
         }
     }
@@ -168,6 +169,7 @@ impl Call {
                 records.close(session);
                 drop(answer.send(done));
             }
+            Some(Command::Drain(answer)) => drop(answer.send(done)),
             Some(Command::Inspect(answer)) => drop(answer.send(done.map(|()| plans))),
         }
     }
@@ -215,6 +217,7 @@ impl Call {
                 | Command::Rebind(_, _, answer)
                 | Command::ReleaseLayers(_, answer)
                 | Command::CloseSession(_, answer)
+                | Command::Drain(answer)
                 | Command::Shutdown(answer),
             ) => send(answer, refusal),
         }

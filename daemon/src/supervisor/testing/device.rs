@@ -124,6 +124,7 @@ fn answer(script: &mut Script, command: Command) {
     }
     match command {
         Command::OpenSession(_, _, answer) => done(script, "open", answer, Ok(())),
+        Command::Drain(answer) => done(script, "drain", answer, Ok(())),
         Command::ImportRegion(_, _, answer) => done(script, "import", answer, Ok(())),
         Command::DropRegion(_, _, answer) => done(script, "drop", answer, Ok(())),
         Command::Rebind(_, _, answer) => done(script, "rebind", answer, Ok(())),
