@@ -28,6 +28,7 @@ use serving::serve;
 
 mod checks;
 mod copying;
+mod counts;
 mod executor;
 mod guard_export;
 mod plans;

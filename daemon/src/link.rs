@@ -19,8 +19,8 @@ use statecopy_proto::{
 
 use crate::config::DeviceSettings;
 use crate::record::{
-    LayerRecord, PlanInspection, PlanState, Progress, PublishedBinding, RebindRecord, SetRecord,
-    Stage,
+    DeviceInspection, LayerRecord, PlanInspection, PlanState, Progress, PublishedBinding,
+    RebindRecord, RingInspection, SetRecord, Stage,
 };
 
 /// One message from the supervisor.
@@ -136,10 +136,10 @@ pub enum Reply {
         /// Whether that was all.
         last: bool,
     },
-    /// A part of the compiled tables.
+    /// A part of what an inspection found.
     Inspected {
-        /// Tables of this part.
-        plans: Vec<PlanMessage>,
+        /// Findings of this part.
+        findings: Vec<FindingMessage>,
         /// Whether that was all.
         last: bool,
     },
@@ -474,6 +474,22 @@ impl TryFrom<DescriptionMessage> for DeviceDescription {
     }
 }
 
+/// One finding of an inspection.
+#[derive(Debug, Serialize, Deserialize)]
+pub enum FindingMessage {
+    /// A compiled table.
+    Plan(PlanMessage),
+    /// A worker's ring.
+    Ring {
+        /// Whose.
+        session: SessionId,
+        /// Requests completed.
+        copies: u64,
+        /// Requests refused.
+        refusals: u64,
+    },
+}
+
 /// A [`PlanInspection`] on the link.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct PlanMessage {
@@ -516,5 +532,21 @@ impl TryFrom<PlanMessage> for PlanInspection {
             variants: plan.variants,
             bindings: plan.bindings,
         })
+    }
+}
+
+impl DeviceInspection {
+    /// Takes one finding in.
+    ///
+    /// # Errors
+    /// When it is none.
+    pub fn take(&mut self, finding: FindingMessage) -> Result<(), LinkError> {
+        match finding {
+            FindingMessage::Plan(plan) => self.plans.push(plan.try_into()?),
+            FindingMessage::Ring { session, copies, refusals } => {
+                self.rings.push(RingInspection { session, copies, refusals });
+            }
+        }
+        Ok(())
     }
 }

@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use statecopy_kernels::layout::{CacheLayout, Placement};
-use statecopy_proto::{BindingId, PlanKind, RegionId, SignatureHash};
+use statecopy_proto::{BindingId, PlanKind, RegionId, SessionId, SignatureHash};
 use statecopy_session::Parameters;
 
 /// How the memory of a region came.
@@ -135,6 +135,26 @@ pub struct PlanInspection {
     pub variants: Vec<(String, u64)>,
     /// Bindings that share it.
     pub bindings: u32,
+}
+
+/// What the requests of one worker's ring came to, since the device process that serves it began.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RingInspection {
+    /// Whose ring.
+    pub session: SessionId,
+    /// Requests completed.
+    pub copies: u64,
+    /// Requests refused.
+    pub refusals: u64,
+}
+
+/// What a device process tells of itself.
+#[derive(Debug, Clone, Default)]
+pub struct DeviceInspection {
+    /// The compiled tables.
+    pub plans: Vec<PlanInspection>,
+    /// The workers' rings.
+    pub rings: Vec<RingInspection>,
 }
 
 /// The states of a compiled table that anyone but its maker can see.

@@ -23,6 +23,7 @@ use crate::link::Reply;
 use crate::sync::{AtomicU64, Ordering};
 
 use super::copying::Inline;
+use super::counts::RingCounts;
 use super::guard_export::GuardExport;
 use super::reply;
 use super::serving::executor_gone;
@@ -56,7 +57,7 @@ impl Waiting {
 /// What the preparing thread tells the executor. Each is acknowledged with what it replaced.
 enum Command<D: Device> {
     /// A worker's ring, the doorbell that the worker rings, and buffers for inline indices and flags.
-    Open(SessionId, Box<Ring>, Doorbell, Inline),
+    Open(Box<Station<D>>, Doorbell),
     /// A session's new table, and buffers for its inline indices and flags.
     Install(SessionId, Arc<SessionTable<D>>, Inline),
     /// A session is over.
@@ -98,8 +99,11 @@ impl<D: Device> ExecutorHandle<D> {
         ring: Ring,
         bell: Doorbell,
         selected_max: usize,
+        counts: Arc<RingCounts>,
     ) -> Result<(), Refusal> {
-        self.tell(Command::Open(session, Box::new(ring), bell, Inline::new(selected_max)))
+        let inline = Inline::new(selected_max);
+        let station = Station::new(Scope::Session(session), ring, inline, counts);
+        self.tell(Command::Open(Box::new(station), bell))
     }
 
     /// Gives the executor a session's new table. Returns when it uses the old one no more; the old one is dropped here.
@@ -183,7 +187,7 @@ pub(super) fn start<D: Device>(device: &D, setup: Setup) -> Result<ExecutorHandl
     let (retire, retired) = sync_channel(1);
     let hook_epoch = Arc::new(AtomicU64::new(0));
     let selected_max = usize::try_from(settings.selected_max).unwrap_or(usize::MAX);
-    let station = Station::new(Scope::Supervisor, ring, Inline::new(selected_max));
+    let station = Station::new(Scope::Supervisor, ring, Inline::new(selected_max), Arc::default());
     let own_bell = bell.try_clone().map_err(|error| not_started(&error))?;
     let bells = DoorbellSet::create().map_err(|error| not_started(&error))?;
     bells.add(&own_bell, SUPERVISOR_TOKEN).map_err(|error| not_started(&error))?;
@@ -309,11 +313,14 @@ impl<D: Device> Executor<D> {
                 self.ending = true;
                 None
             }
-            Command::Open(session, ring, bell, inline) => {
-                let station = Station::new(Scope::Session(session), *ring, inline);
-                let added = self.bells.add(&bell, session.0);
+            Command::Open(station, bell) => {
+                let token = match station.scope() {
+                    Scope::Supervisor => SUPERVISOR_TOKEN,
+                    Scope::Session(session) => session.0,
+                };
+                let added = self.bells.add(&bell, token);
                 assert!(added.is_ok(), "A worker's doorbell cannot be listened to: {added:?}");
-                self.stations.push((station, bell));
+                self.stations.push((*station, bell));
                 Some(None)
             }
             Command::Install(session, table, inline) => {

@@ -14,10 +14,11 @@ use statecopy_proto::{Refusal, RefusalCode, RegionId, SessionId};
 use statecopy_session::Executor as Ring;
 
 use crate::record::{
-    LayerRecord, PlanInspection, Progress, PublishedBinding, RebindRecord, RegistrationRecord,
-    SetRecord, Stage,
+    DeviceInspection, LayerRecord, Progress, PublishedBinding, RebindRecord, RegistrationRecord,
+    RingInspection, SetRecord, Stage,
 };
 
+use super::counts::RingCounts;
 use super::executor::ExecutorHandle;
 use super::plans::{self, CompiledTable, Regions, Tables, bind_all};
 use super::table::{Bound, SessionTable, Targets, Terms};
@@ -29,11 +30,18 @@ struct Session<D: Device> {
     layers: Vec<(LayerRecord, Arc<CompiledTable<D>>)>,
     sets: Vec<SetRecord>,
     targets: Option<Arc<Targets<D>>>,
+    counts: Arc<RingCounts>,
 }
 
 impl<D: Device> Default for Session<D> {
     fn default() -> Self {
-        Self { regions: HashMap::new(), layers: Vec::new(), sets: Vec::new(), targets: None }
+        Self {
+            regions: HashMap::new(),
+            layers: Vec::new(),
+            sets: Vec::new(),
+            targets: None,
+            counts: Arc::default(),
+        }
     }
 }
 
@@ -79,9 +87,9 @@ impl<D: Device> Preparer<D> {
         ring: Ring,
         bell: Doorbell,
     ) -> Result<(), Refusal> {
-        let selected_max =
-            self.sessions.get(&session).map_or(0, |session| session.table().selected_max());
-        self.executor.open(session, ring, bell, selected_max)
+        let kept = self.sessions.entry(session).or_default();
+        let counts = Arc::clone(&kept.counts);
+        self.executor.open(session, ring, bell, kept.table().selected_max(), counts)
     }
 
     /// Maps a region. Two regions of one allocation share one mapping.
@@ -223,10 +231,15 @@ impl<D: Device> Preparer<D> {
         self.executor.end();
     }
 
-    /// Lists the compiled tables.
-    pub(super) fn inspect(&self) -> Vec<PlanInspection> {
+    /// Lists the compiled tables, and what the workers' rings came to.
+    pub(super) fn inspect(&self) -> DeviceInspection {
         let targets = self.sessions.values().filter_map(|session| session.targets.as_deref());
-        self.tables.inspect(targets.flat_map(|targets| plans::awake(targets).map(|(_, it)| it)))
+        let targets = targets.flat_map(|targets| plans::awake(targets).map(|(_, it)| it));
+        let rings = self.sessions.iter().map(|(session, kept)| {
+            let (copies, refusals) = kept.counts.read();
+            RingInspection { session: *session, copies, refusals }
+        });
+        DeviceInspection { plans: self.tables.inspect(targets), rings: rings.collect() }
     }
 
     fn terms(&self) -> Terms {

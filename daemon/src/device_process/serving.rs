@@ -9,8 +9,10 @@ use statecopy_session::{
     Executor as Ring, Identity, LayoutError, Parameters, SessionMemory, Waker,
 };
 
-use crate::link::{self, LinkError, Reply, Request};
-use crate::record::{LayerRecord, Progress, RebindRecord, RegistrationRecord, SetRecord};
+use crate::link::{self, FindingMessage, LinkError, Reply, Request};
+use crate::record::{
+    LayerRecord, Progress, RebindRecord, RegistrationRecord, RingInspection, SetRecord,
+};
 
 use super::preparer::Preparer;
 use super::reply;
@@ -93,9 +95,16 @@ fn answer<D: Device>(
         Request::ReleaseLayers { session } => Ok(done(preparer.withdraw(session))),
         Request::CloseSession { session } => Ok(done(preparer.close_session(session))),
         Request::Inspect => {
-            let plans: Result<Vec<_>, _> =
-                preparer.inspect().into_iter().map(TryInto::try_into).collect();
-            in_parts(plans?, |plans, last| Reply::Inspected { plans, last })
+            let inspection = preparer.inspect();
+            let mut findings = Vec::new();
+            for plan in inspection.plans {
+                findings.push(FindingMessage::Plan(plan.try_into()?));
+            }
+            findings.extend(inspection.rings.into_iter().map(|ring| {
+                let RingInspection { session, copies, refusals } = ring;
+                FindingMessage::Ring { session, copies, refusals }
+            }));
+            in_parts(findings, |findings, last| Reply::Inspected { findings, last })
         }
     }
 }

@@ -11,6 +11,8 @@
 //!
 //! A ring whose words make no sense is dead: it is never read again, and its session is told to end.
 
+use std::sync::Arc;
+
 use statecopy_kernels::device::Device;
 use statecopy_proto::{RefusalCode, SessionId};
 use statecopy_session::{
@@ -20,6 +22,7 @@ use statecopy_session::{
 use crate::counters::{Counter, Counters};
 
 use super::copying::{Copied, Inline, Progress, Running};
+use super::counts::RingCounts;
 use super::sessions::Sessions;
 
 /// Deaths of the device process under a request after which it is not run again.
@@ -64,6 +67,7 @@ pub(super) struct Station<D: Device> {
     job: Option<Job<D>>,
     broken: bool,
     closing: Closing,
+    counts: Arc<RingCounts>,
 }
 
 /// Whether new requests are served, once the daemon drains.
@@ -78,8 +82,8 @@ enum Closing {
 }
 
 impl<D: Device> Station<D> {
-    pub(super) fn new(scope: Scope, ring: Ring, inline: Inline) -> Self {
-        Self { scope, ring, inline, job: None, broken: false, closing: Closing::Open }
+    pub(super) fn new(scope: Scope, ring: Ring, inline: Inline, counts: Arc<RingCounts>) -> Self {
+        Self { scope, ring, inline, job: None, broken: false, closing: Closing::Open, counts }
     }
 
     pub(super) fn scope(&self) -> Scope {
@@ -243,6 +247,7 @@ impl<D: Device> Station<D> {
     ) {
         let nanoseconds = MonotonicNs::now().since(begun).as_nanos();
         let executor_ns = u64::try_from(nanoseconds).unwrap_or(u64::MAX);
+        self.counts.count(result.is_ok());
         self.ring.answer(taken.sequence, &Answer { result, executor_ns });
     }
 

@@ -20,7 +20,9 @@ use statecopy_session::{
 use crate::config::{DeviceKind, DeviceSettings};
 use crate::counters::{Counter, Counters};
 use crate::link::Reply;
-use crate::record::{LayerRecord, PublishedBinding, RebindRecord, RegistrationRecord, SetRecord};
+use crate::record::{
+    LayerRecord, PublishedBinding, RebindRecord, RegistrationRecord, RingInspection, SetRecord,
+};
 
 use super::executor::{self, Setup};
 use super::preparer::Preparer;
@@ -229,7 +231,7 @@ fn a_registration_shares_one_table_between_equal_layers_and_reuses_it_later() {
     assert_eq!(rig.guard.entries(Door::Compiler), compiled + 1, "only the new one");
     let kinds: Vec<PlanKind> = published.iter().map(|it| it.plan).collect();
     assert_eq!(kinds, [PlanKind::Fused, PlanKind::Fused, PlanKind::Fused, PlanKind::ByteCopy]);
-    let plans = rig.preparer.inspect();
+    let plans = rig.preparer.inspect().plans;
     let mut shown: Vec<_> =
         plans.iter().map(|it| (it.plan, it.bindings, it.variants.len())).collect();
     shown.sort_unstable();
@@ -470,6 +472,8 @@ fn a_drain_serves_what_was_submitted_and_refuses_what_comes_later() {
         assert_eq!(answer.result.unwrap().rows_copied, 1);
     }
     assert_eq!(rig.run(&request, &[0]), Err(RefusalCode::Draining));
+    let rings = rig.preparer.inspect().rings;
+    assert_eq!(rings, [RingInspection { session: WORKER, copies: 8, refusals: 1 }]);
     rig.ring = supervisors;
     assert!(rig.run(&rig.gather(1, &[0]), &[0]).is_ok(), "the supervisor refuses by itself");
 }
@@ -480,5 +484,5 @@ fn a_closed_session_is_unknown_and_its_memory_unmapped() {
     let request = rig.gather(1, &[0]);
     rig.preparer.close_session(WORKER).unwrap();
     assert_eq!(rig.run(&request, &[0]), Err(RefusalCode::SessionUnknown));
-    assert!(rig.preparer.inspect().is_empty(), "the table went with its last user");
+    assert!(rig.preparer.inspect().plans.is_empty(), "the table went with its last user");
 }

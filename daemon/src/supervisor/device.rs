@@ -16,7 +16,7 @@ use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use crate::counters::Counters;
 use crate::record::{
-    PlanInspection, Progress, PublishedBinding, RebindRecord, RegionRecord, RegistrationRecord,
+    DeviceInspection, Progress, PublishedBinding, RebindRecord, RegionRecord, RegistrationRecord,
     RingRecord,
 };
 
@@ -102,7 +102,7 @@ pub(crate) enum Command {
     /// Serve what the workers' rings hold, refuse what comes later.
     Drain(Answer<()>),
     /// List the compiled tables.
-    Inspect(Answer<Vec<PlanInspection>>),
+    Inspect(Answer<DeviceInspection>),
     /// End the device process once everything submitted is answered.
     Shutdown(Answer<()>),
 }
@@ -285,11 +285,11 @@ impl DeviceHandle {
         self.ask(Command::Drain).await
     }
 
-    /// Lists the compiled tables.
+    /// Lists the compiled tables, and what the workers' rings came to.
     ///
     /// # Errors
     /// UNAVAILABLE when the device is gone for good.
-    pub async fn inspect(&self) -> Result<Vec<PlanInspection>, Refusal> {
+    pub async fn inspect(&self) -> Result<DeviceInspection, Refusal> {
         self.ask(Command::Inspect).await
     }
 

@@ -3,7 +3,7 @@
 use statecopy_proto::{Refusal, RefusalCode, SessionId};
 
 use crate::link::{LinkError, Reply, Request};
-use crate::record::{PlanInspection, Progress, PublishedBinding};
+use crate::record::{DeviceInspection, Progress, PublishedBinding};
 
 use super::super::device::{Answer, Command};
 use super::process::{self, DeviceProcess, StartError};
@@ -37,7 +37,7 @@ pub(super) struct Call {
 struct Heard {
     refused: Option<Refusal>,
     published: Vec<PublishedBinding>,
-    plans: Vec<PlanInspection>,
+    found: DeviceInspection,
 }
 
 impl Call {
@@ -113,9 +113,10 @@ impl Call {
                 self.heard.published.extend(bindings.into_iter().map(PublishedBinding::from));
                 Ok(if last { Outcome::Final } else { Outcome::More })
             }
-            Reply::Inspected { plans, last } => {
-                let plans: Result<Vec<_>, _> = plans.into_iter().map(TryInto::try_into).collect();
-                self.heard.plans.extend(plans?);
+            Reply::Inspected { findings, last } => {
+                for finding in findings {
+                    self.heard.found.take(finding)?;
+                }
                 Ok(if last { Outcome::Final } else { Outcome::More })
             }
             Reply::RingBroken { .. } => Err(LinkError::OutOfTurn("news as an answer")),
@@ -126,7 +127,7 @@ impl Call {
     /// Writes down what the answer changed, and passes it on.
     pub(super) fn finish(self, records: &mut Records) {
         let Self { command, heard, .. } = self;
-        let Heard { refused, published, plans } = heard;
+        let Heard { refused, published, found } = heard;
         let done = refused.map_or(Ok(()), Err);
         let accepted = done.is_ok();
         match command {
@@ -170,7 +171,7 @@ impl Call {
                 drop(answer.send(done));
             }
             Some(Command::Drain(answer)) => drop(answer.send(done)),
-            Some(Command::Inspect(answer)) => drop(answer.send(done.map(|()| plans))),
+            Some(Command::Inspect(answer)) => drop(answer.send(done.map(|()| found))),
         }
     }
 

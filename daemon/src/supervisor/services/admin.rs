@@ -8,6 +8,7 @@ use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
 use super::{Method, Services};
+use crate::record::DeviceInspection;
 use crate::supervisor::message;
 
 /// How long a device process may take to list its plans. One that takes longer is shown without them.
@@ -67,12 +68,22 @@ impl Services {
         let control = &self.control;
         let until = Instant::now() + PLANS_WITHIN;
         let mut devices = Vec::with_capacity(control.devices.len());
+        let mut rings = Vec::new();
         for device in &control.devices {
-            let plans = match tokio::time::timeout_at(until, device.inspect()).await {
-                Ok(Ok(plans)) => plans,
-                Ok(Err(_)) | Err(_) => Vec::new(),
+            let found = match tokio::time::timeout_at(until, device.inspect()).await {
+                Ok(Ok(found)) => found,
+                Ok(Err(_)) | Err(_) => DeviceInspection::default(),
             };
-            devices.push(message::device_status(device, &plans));
+            devices.push(message::device_status(device, &found.plans));
+            rings.extend(found.rings);
+        }
+        let mut sessions = control.sessions.inspect();
+        for ring in rings {
+            let of = sessions.iter_mut().find(|session| session.session_id == ring.session.0);
+            if let Some(session) = of {
+                session.copies += ring.copies;
+                session.refusals += ring.refusals;
+            }
         }
         v1::InspectReply {
             incarnation: control.incarnation.to_vec(),
@@ -83,7 +94,7 @@ impl Services {
             draining: control.draining.is_cancelled(),
             http_address: control.http_address.clone(),
             devices,
-            sessions: control.sessions.inspect(),
+            sessions,
         }
     }
 }

@@ -11,7 +11,7 @@ use statecopy_proto::{BindingId, DataType, PlanKind, Refusal, RefusalCode, Signa
 use tokio::sync::{broadcast, mpsc, oneshot, watch};
 
 use crate::counters::Counters;
-use crate::record::{Progress, PublishedBinding, RegistrationRecord, Stage};
+use crate::record::{DeviceInspection, Progress, PublishedBinding, RegistrationRecord, Stage};
 use crate::supervisor::device::{
     Answer, BrokenRing, Command, Copy, DeviceChannels, DeviceHandle, DeviceState,
 };
@@ -130,7 +130,9 @@ fn answer(script: &mut Script, command: Command) {
         Command::Rebind(_, _, answer) => done(script, "rebind", answer, Ok(())),
         Command::ReleaseLayers(_, answer) => done(script, "release", answer, Ok(())),
         Command::CloseSession(_, answer) => done(script, "close", answer, Ok(())),
-        Command::Inspect(answer) => done(script, "inspect", answer, Ok(Vec::new())),
+        Command::Inspect(answer) => {
+            done(script, "inspect", answer, Ok(DeviceInspection::default()));
+        }
         Command::Shutdown(answer) => done(script, "shutdown", answer, Ok(())),
         Command::Register(_, record, _, answer) => {
             if script.held {
