@@ -5,7 +5,7 @@ use std::path::Path;
 
 use statecopy_descriptors::{ChannelError, Connection};
 use statecopy_proto::descriptor_socket::{
-    ATTACHED_DESCRIPTORS_MAX, DaemonRecord, RECORD_BYTES_MAX, Token, WorkerRecord,
+    ATTACHED_DESCRIPTORS, DaemonRecord, RECORD_BYTES_MAX, Token, WorkerRecord,
 };
 use statecopy_proto::v1::register_layers_event::Event as RegisterEvent;
 use statecopy_proto::v1::{
@@ -267,13 +267,18 @@ impl Session {
     }
 }
 
+/// The next record, but for the news of another device process, which comes by itself.
 fn hear(connection: &Connection) -> Option<DaemonRecord> {
     let mut record = [0; RECORD_BYTES_MAX];
-    match connection.receive(&mut record, ATTACHED_DESCRIPTORS_MAX as usize) {
-        Ok(received) => {
-            Some(DaemonRecord::decode(&record[..received.bytes]).expect("a record of the daemon"))
+    loop {
+        let received = match connection.receive(&mut record, ATTACHED_DESCRIPTORS as usize) {
+            Ok(received) => received,
+            Err(ChannelError::Closed) => return None,
+            Err(error) => panic!("{error}"),
+        };
+        let said = DaemonRecord::decode(&record[..received.bytes]).expect("a record of the daemon");
+        if said != DaemonRecord::DeviceProcess {
+            return Some(said);
         }
-        Err(ChannelError::Closed) => None,
-        Err(error) => panic!("{error}"),
     }
 }

@@ -19,7 +19,8 @@ fn dial(daemon: &Daemon) -> Connection {
 fn refused(answer: &Option<DaemonRecord>) -> Option<RefusalCode> {
     match answer {
         Some(DaemonRecord::Refused { code, .. }) => Some(*code),
-        Some(DaemonRecord::Attached | DaemonRecord::Received { .. }) | None => None,
+        Some(DaemonRecord::Attached | DaemonRecord::DeviceProcess) | None => None,
+        Some(DaemonRecord::Received { .. }) => None,
     }
 }
 
