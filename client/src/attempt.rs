@@ -55,9 +55,14 @@ impl<'a> Attempts<'a> {
         Self { shared, call, effect, repeats: 0, moved: false }
     }
 
+    /// The live link, if there is one.
+    pub(crate) fn live_link(&self) -> Result<Option<Arc<Link>>, Error> {
+        self.shared.live_link()
+    }
+
     /// A live link, opened anew if there is none.
     pub(crate) async fn link(&self) -> Result<Arc<Link>, Error> {
-        if let Some(link) = self.shared.live_link()? {
+        if let Some(link) = self.live_link()? {
             return Ok(link);
         }
         if !self.shared.options.reregister {

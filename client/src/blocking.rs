@@ -1,7 +1,10 @@
 //! The same client without `async`, for programs that have no runtime.
 //!
-//! Every call drives a runtime of the client's own on the calling thread; several threads may call at once. Do not call
-//! it inside `async` code: tokio panics where one runtime is driven inside another.
+//! Copies on the ring are waited for on the calling thread. Every other call drives a runtime of the client's own there.
+//! Several threads may call at once. Do not call it inside `async` code: tokio panics where one runtime is driven inside
+//! another.
+
+mod copies;
 
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -20,6 +23,8 @@ use crate::{
 
 /// The plans of a registration, by the names that were registered.
 pub type Bindings = crate::Bindings<Plan>;
+
+pub use copies::InFlight;
 
 /// A runtime that is put away without waiting, so that it may be dropped anywhere.
 #[derive(Debug)]
@@ -167,7 +172,7 @@ impl Client {
         &self,
         copies: &[PlannedCopy<'_>],
     ) -> Result<Vec<Result<Moved, Error>>, Error> {
-        self.driver.drive(self.client.copy_many(copies))
+        copies::copy_many(&self.client, &self.driver, copies)
     }
 
     /// The session's events, from now on. See [`crate::Client::events`].
@@ -231,7 +236,7 @@ impl Plan {
     /// # Errors
     /// As [`crate::Plan::gather`].
     pub fn gather(&self, request: Request<'_>) -> Result<Moved, Error> {
-        self.driver.drive(self.plan.gather(request))
+        self.copy(Direction::Gather, request)
     }
 
     /// `cache[index[s]] = packed[s]` where the index is valid.
@@ -239,15 +244,41 @@ impl Plan {
     /// # Errors
     /// As [`crate::Plan::gather`].
     pub fn scatter(&self, request: Request<'_>) -> Result<Moved, Error> {
-        self.driver.drive(self.plan.scatter(request))
+        self.copy(Direction::Scatter, request)
     }
 
     /// A gather or a scatter.
     ///
     /// # Errors
     /// As [`crate::Plan::gather`].
+    #[expect(clippy::needless_pass_by_value, reason = "as the asynchronous plan has it")]
     pub fn copy(&self, direction: Direction, request: Request<'_>) -> Result<Moved, Error> {
-        self.driver.drive(self.plan.copy(direction, request))
+        copies::copy(&self.plan, &self.driver, direction, &request)
+    }
+
+    /// Submits a gather, to be waited for later.
+    ///
+    /// # Errors
+    /// As [`crate::Plan::submit_gather`].
+    pub fn submit_gather(&self, request: Request<'_>) -> Result<InFlight, Error> {
+        self.submit(Direction::Gather, request)
+    }
+
+    /// Submits a scatter, to be waited for later.
+    ///
+    /// # Errors
+    /// As [`crate::Plan::submit_gather`].
+    pub fn submit_scatter(&self, request: Request<'_>) -> Result<InFlight, Error> {
+        self.submit(Direction::Scatter, request)
+    }
+
+    /// Submits a gather or a scatter, to be waited for later.
+    ///
+    /// # Errors
+    /// As [`crate::Plan::submit_gather`].
+    #[expect(clippy::needless_pass_by_value, reason = "as the asynchronous plan has it")]
+    pub fn submit(&self, direction: Direction, request: Request<'_>) -> Result<InFlight, Error> {
+        copies::submit(&self.plan, &self.driver, direction, &request)
     }
 
     /// Bytes of the packed buffer for that many rows.

@@ -104,6 +104,11 @@ impl Failure {
         }
     }
 
+    /// Whether the next call needs another link.
+    pub(crate) fn ends_link(&self) -> bool {
+        self.verdict() != Verdict::Final
+    }
+
     /// Whether the daemon may or may not have done what it was asked.
     pub(crate) fn is_unknown(&self) -> bool {
         match self {

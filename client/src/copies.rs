@@ -1,6 +1,7 @@
 //! Copies: from a plan and a request to the words of one session, and what follows a failure.
 
 use std::borrow::Cow;
+use std::sync::Arc;
 use std::time::Duration;
 
 use statecopy_kernels::device::Moved;
@@ -10,10 +11,11 @@ use crate::attempt::{Attempts, Effect};
 use crate::call::{Call, Failure};
 use crate::client::Client;
 use crate::error::Error;
+use crate::in_flight::{Flying, InFlight};
 use crate::link::Link;
 use crate::plan::PlanRecord;
 use crate::request::{Flags, Indices, PlannedCopy, Request};
-use crate::transport::{ResolvedCopy, ResolvedFlags, ResolvedIndices};
+use crate::transport::{Carrier, ResolvedCopy, ResolvedFlags, ResolvedIndices};
 
 impl Client {
     /// Several copies in order, each answered by itself: a refused one does not stop the next. The whole is given the
@@ -25,11 +27,7 @@ impl Client {
         &self,
         copies: &[PlannedCopy<'_>],
     ) -> Result<Vec<Result<Moved, Error>>, Error> {
-        let deadlines = copies.iter().map(|copy| self.copy_deadline(&copy.request));
-        let wait = deadlines.max().unwrap_or(self.shared.options.call_timeout);
-        let repeat_unknown = copies.iter().all(|copy| copy.request.repeat_unknown);
-        let (start, whole) = self.copy_calls("copy many", wait);
-        let effect = Effect::Copy { start: start.deadline, repeat_unknown };
+        let (start, whole, effect) = self.copy_many_calls(copies);
         let mut attempts = Attempts::new(&self.shared, whole, effect);
         loop {
             let link = attempts.link().await?;
@@ -48,7 +46,7 @@ impl Client {
                         Err(failure) => return Err(failure),
                     }
                 }
-                let done = link.transport.copy_many(&attempts.call, sent).await?;
+                let done = link.carrier.copy_many(&start, &attempts.call, sent).await?;
                 Ok((answers, done))
             };
             match done.await {
@@ -64,6 +62,15 @@ impl Client {
         }
     }
 
+    /// The calls of [`Client::copy_many`], as of [`Client::copy_calls`], and what repeating it does.
+    pub(crate) fn copy_many_calls(&self, copies: &[PlannedCopy<'_>]) -> (Call, Call, Effect) {
+        let deadlines = copies.iter().map(|copy| self.copy_deadline(&copy.request));
+        let wait = deadlines.max().unwrap_or(self.shared.options.call_timeout);
+        let repeat_unknown = copies.iter().all(|copy| copy.request.repeat_unknown);
+        let (start, whole) = self.copy_calls("copy many", wait);
+        (start, whole, Effect::Copy { start: start.deadline, repeat_unknown })
+    }
+
     pub(crate) async fn copy(
         &self,
         plan: &PlanRecord,
@@ -77,7 +84,7 @@ impl Client {
             let link = attempts.link().await?;
             let done = async {
                 let resolved = resolve(&link, plan, direction, &request, &start)?;
-                link.transport.copy(&attempts.call, resolved).await
+                link.carrier.copy(&start, &attempts.call, resolved).await
             };
             match done.await {
                 Ok(moved) => return Ok(moved),
@@ -86,19 +93,45 @@ impl Client {
         }
     }
 
-    fn copy_deadline(&self, request: &Request<'_>) -> Duration {
+    /// Submits a copy, once a link is there. It is not repeated by itself once it was sent.
+    pub(crate) async fn submit(
+        &self,
+        plan: &PlanRecord,
+        direction: Direction,
+        request: Request<'_>,
+    ) -> Result<InFlight, Error> {
+        let (start, whole) = self.copy_calls(direction.label(), self.copy_deadline(&request));
+        let effect = Effect::Copy { start: start.deadline, repeat_unknown: false };
+        let mut attempts = Attempts::new(&self.shared, whole, effect);
+        loop {
+            let link = attempts.link().await?;
+            let submitted = async {
+                let resolved = resolve(&link, plan, direction, &request, &start)?;
+                Ok(match &link.carrier {
+                    Carrier::Ring(ring) => Flying::Ring(ring.submit_task(resolved, &start).await?),
+                    Carrier::Grpc(grpc) => Flying::Grpc(tokio::spawn(grpc.copy(whole, resolved))),
+                })
+            };
+            match submitted.await {
+                Ok(flying) => return Ok(InFlight::new(flying, link, self.clone(), whole)),
+                Err(failure) => attempts.failed(&link, failure)?,
+            }
+        }
+    }
+
+    pub(crate) fn copy_deadline(&self, request: &Request<'_>) -> Duration {
         request.deadline.unwrap_or(self.shared.options.call_timeout)
     }
 
     /// The call whose deadline is the copy's start, and the one whose deadline is its answer.
-    fn copy_calls(&self, name: &'static str, wait: Duration) -> (Call, Call) {
-        let whole = wait.saturating_add(self.shared.options.copy_slack);
-        (Call::new(name, wait), Call::new(name, whole))
+    pub(crate) fn copy_calls(&self, name: &'static str, wait: Duration) -> (Call, Call) {
+        let whole = Call::new(name, wait.saturating_add(self.shared.options.copy_slack));
+        (whole.within(wait), whole)
     }
 }
 
 /// A copy in the words of one session.
-fn resolve<'a>(
+pub(crate) fn resolve<'a>(
     link: &Link,
     plan: &PlanRecord,
     direction: Direction,
@@ -132,5 +165,17 @@ fn resolve<'a>(
         packed_bytes: plan.packed_bytes(selected),
         deadline: start.left().ok_or(Failure::Late)?,
         lane: request.lane,
+        max_selected: plan.max_selected,
+        held: [
+            Some(Arc::clone(&request.packed.region.record)),
+            match &request.indices {
+                Indices::Shared { at, .. } => Some(Arc::clone(&at.region.record)),
+                Indices::Int32(_) | Indices::Int64(_) => None,
+            },
+            match &request.flags {
+                Some(Flags::Shared(at)) => Some(Arc::clone(&at.region.record)),
+                Some(Flags::Bytes(_) | Flags::Bools(_)) | None => None,
+            },
+        ],
     })
 }

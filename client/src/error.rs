@@ -128,6 +128,12 @@ pub enum ProtocolError {
     /// A record of the descriptor socket cannot be read.
     #[error(transparent)]
     Record(#[from] RecordError),
+    /// The session memory is not this session's, or something in it cannot be read.
+    #[error("The session's ring cannot be used: {reason}")]
+    Ring {
+        /// What is wrong with it.
+        reason: String,
+    },
     /// A record that does not belong here.
     #[error("The descriptor socket said something else than was due")]
     UnexpectedRecord,

@@ -4,6 +4,9 @@
 //! gather initial states into a packed buffer, scatter final states back. [`Client`] is asynchronous (tokio),
 //! [`blocking::Client`] is its twin for programs without a runtime.
 //!
+//! Copies go over the session's ring, in memory shared with the daemon: in steady state without a system call. gRPC carries
+//! them where the daemon serves no ring, or where [`ConnectOptions::transport`] says so.
+//!
 //! It runs no kernel and starts no process. Its invariant: whatever becomes of the daemon, the client holds the plain
 //! records (memory, regions, layers) from which a session is made anew, and a copy is repeated by itself only where
 //! nothing moved.
@@ -47,6 +50,7 @@ mod client;
 mod copies;
 mod error;
 mod events;
+mod in_flight;
 mod link;
 mod lock;
 mod memory;
@@ -57,6 +61,7 @@ mod records;
 mod region;
 mod registration;
 mod request;
+mod ring;
 mod socket;
 mod transport;
 
@@ -65,9 +70,10 @@ pub use admin::Admin;
 pub use client::Client;
 pub use error::{ArgumentError, BoxError, Error, ProtocolError};
 pub use events::{Event, Events};
+pub use in_flight::InFlight;
 pub use link::Session;
 pub use memory::Memory;
-pub use options::ConnectOptions;
+pub use options::{ConnectOptions, Transport};
 pub use plan::Plan;
 pub use region::{Region, Slice, Use};
 pub use registration::{Bindings, Layer, Progress, Rebind, Registration, Stage, Strides};

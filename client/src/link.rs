@@ -3,7 +3,9 @@
 //! A [`Link`] is opened, used, and thrown away when that life ends; the client's own records outlive it.
 
 use std::collections::HashMap;
+use std::os::fd::AsFd as _;
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use statecopy_kernels::signature::{DeviceUuid, Signature};
 use statecopy_proto::descriptor_socket::Token;
@@ -11,7 +13,7 @@ use statecopy_proto::{
     BindingId, Incarnation, MESSAGE_BYTES_MAX, ProtocolVersion, Refusal, RefusalCode, RegionId,
     SessionId, SignatureHash, v1,
 };
-use std::os::fd::AsFd as _;
+use statecopy_session::Identity;
 use tonic::transport::{Channel, Endpoint};
 use v1::registry_service_client::RegistryServiceClient;
 use v1::session_service_client::SessionServiceClient;
@@ -20,12 +22,13 @@ use crate::address::Address;
 use crate::call::{Call, Failure};
 use crate::error::{ArgumentError, ProtocolError};
 use crate::lock::lock;
-use crate::options::ConnectOptions;
+use crate::options::{ConnectOptions, Transport};
 use crate::records::{LinkNumber, RegistrationNumber};
 use crate::region::{Region, RegionKey, RegionRecord, Slice};
 use crate::registration::{Layer, Registration};
+use crate::ring::RingCopies;
 use crate::socket::{DescriptorSocket, path_seen_here};
-use crate::transport::{GrpcCopies, ResolvedSlice, Transport};
+use crate::transport::{Carrier, GrpcCopies, ResolvedSlice};
 
 /// What the two sides agreed on when the session was opened.
 #[derive(Debug, Clone)]
@@ -42,14 +45,17 @@ pub struct Session {
     pub limits: v1::Limits,
 }
 
+/// A link with a ring is believed alive for so long after its socket was seen open.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) number: LinkNumber,
     pub(crate) session: Session,
-    pub(crate) transport: Transport,
+    pub(crate) carrier: Carrier,
     device: DeviceUuid,
     channel: Channel,
-    socket: DescriptorSocket,
+    socket: Arc<DescriptorSocket>,
     tables: Mutex<Tables>,
 }
 
@@ -59,6 +65,8 @@ struct Tables {
     bindings: Bound,
     last_tag: u64,
     retired: bool,
+    /// When the socket was last looked at.
+    looked_at: Option<Instant>,
 }
 
 /// What one registration got from this life of the daemon, by name.
@@ -111,22 +119,35 @@ impl Link {
         let device = parse_uuid(&session.device.uuid).ok_or(field("OpenReply.device.uuid"))?;
         let token = Token::parse(&reply.token).ok_or(field("OpenReply.token"))?;
         let path = path_seen_here(address.socket(), &reply.descriptor_socket);
-        let socket = DescriptorSocket::attach(&path, token, call).await?;
-        let reference = reference(&session);
-        Ok(Self {
-            number,
-            transport: Transport::Grpc(GrpcCopies::new(channel.clone(), reference)),
-            session,
-            device,
-            channel,
-            socket,
-            tables: Mutex::default(),
-        })
+        let (socket, ring) = DescriptorSocket::attach(&path, token, call).await?;
+        let socket = Arc::new(socket);
+        let carrier = match ring.filter(|_| options.transport == Transport::Ring) {
+            Some(ring) => {
+                let identity = Identity { incarnation: session.incarnation, session: session.id };
+                let socket = Arc::clone(&socket);
+                Carrier::Ring(RingCopies::open(ring, identity, options.spin, socket)?)
+            }
+            None => Carrier::Grpc(GrpcCopies::new(channel.clone(), reference(&session))),
+        };
+        Ok(Self { number, carrier, session, device, channel, socket, tables: Mutex::default() })
     }
 
     /// Whether this life of the daemon is not known to be over.
     pub(crate) fn is_alive(&self) -> bool {
-        !lock(&self.tables).retired && self.socket.is_open()
+        let mut tables = lock(&self.tables);
+        if tables.retired {
+            return false;
+        }
+        if matches!(self.carrier, Carrier::Ring(_)) {
+            // A copy on the ring costs no system call: a daemon that just went away is found by whoever waits for it.
+            let now = Instant::now();
+            if tables.looked_at.is_some_and(|at| now.duration_since(at) < LOOK_EVERY) {
+                return true;
+            }
+            tables.looked_at = Some(now);
+        }
+        drop(tables);
+        self.socket.is_open()
     }
 
     /// Remembers that this life is over.

@@ -5,6 +5,16 @@ use std::time::Duration;
 
 use statecopy_proto::{PROTOCOL_NEWEST, PROTOCOL_OLDEST};
 
+/// What carries copies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Transport {
+    /// The session's shared memory, where the daemon serves it there; else gRPC.
+    #[default]
+    Ring,
+    /// gRPC.
+    Grpc,
+}
+
 /// How a client connects and waits. `ConnectOptions { label: "rank 0".into(), ..Default::default() }`.
 #[derive(Debug, Clone)]
 pub struct ConnectOptions {
@@ -27,6 +37,11 @@ pub struct ConnectOptions {
     pub populate: bool,
     /// Whether a client that meets another life of the daemon opens a session and registers again by itself.
     pub reregister: bool,
+    /// What carries copies.
+    pub transport: Transport,
+    /// On the ring: how long a blocking call looks for its answer before it sleeps. Not at all where this process may use one
+    /// CPU only.
+    pub spin: Duration,
     /// Protocol versions that may be spoken; the newest is asked for first.
     pub versions: RangeInclusive<u32>,
 }
@@ -42,6 +57,8 @@ impl Default for ConnectOptions {
             copy_slack: Duration::from_secs(5),
             populate: true,
             reregister: true,
+            transport: Transport::Ring,
+            spin: Duration::from_micros(50),
             versions: PROTOCOL_OLDEST..=PROTOCOL_NEWEST,
         }
     }

@@ -8,6 +8,7 @@ use statecopy_proto::{DataType, Direction, PlanKind, Refusal, RefusalCode, Signa
 
 use crate::client::Client;
 use crate::error::Error;
+use crate::in_flight::InFlight;
 use crate::link::{Binding, Link};
 use crate::lock::lock;
 use crate::records::{LinkNumber, RegistrationNumber};
@@ -94,6 +95,39 @@ impl Plan {
     /// As [`Plan::gather`].
     pub async fn copy(&self, direction: Direction, request: Request<'_>) -> Result<Moved, Error> {
         self.client.copy(&self.record, direction, request).await
+    }
+
+    /// Submits a gather, to be waited for later.
+    ///
+    /// # Errors
+    /// A refusal, of which nothing moved: OVERLOADED when the session's ring has no place before the deadline. Most refusals
+    /// come with [`InFlight::wait`].
+    pub async fn submit_gather(&self, request: Request<'_>) -> Result<InFlight, Error> {
+        self.submit(Direction::Gather, request).await
+    }
+
+    /// Submits a scatter, to be waited for later.
+    ///
+    /// # Errors
+    /// As [`Plan::submit_gather`].
+    pub async fn submit_scatter(&self, request: Request<'_>) -> Result<InFlight, Error> {
+        self.submit(Direction::Scatter, request).await
+    }
+
+    /// Submits a gather or a scatter, to be waited for later.
+    ///
+    /// # Errors
+    /// As [`Plan::submit_gather`].
+    pub async fn submit(
+        &self,
+        direction: Direction,
+        request: Request<'_>,
+    ) -> Result<InFlight, Error> {
+        self.client.submit(&self.record, direction, request).await
+    }
+
+    pub(crate) fn client(&self) -> &Client {
+        &self.client
     }
 
     /// The name of the layer or binding set.

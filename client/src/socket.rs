@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use statecopy_descriptors::{AsyncConnection, ChannelError, Connection};
+use statecopy_descriptors::{AsyncConnection, ChannelError, Connection, has_exited};
 use statecopy_proto::Refusal;
 use statecopy_proto::descriptor_socket::{
-    ATTACHED_DESCRIPTORS, DESCRIPTORS_MAX, DaemonRecord, RECORD_BYTES_MAX, Token, WorkerRecord,
+    ATTACHED_DESCRIPTORS, DESCRIPTORS_MAX, DEVICE_PROCESS_DESCRIPTORS, DaemonRecord,
+    RECORD_BYTES_MAX, Token, WorkerRecord,
 };
 use tokio::sync::Semaphore;
 use tokio::time::timeout_at;
@@ -25,22 +26,57 @@ pub(crate) struct DescriptorSocket {
     turn: Semaphore,
     /// A conversation began and its end was not seen: the next answer would be taken for another's.
     broken_off: Mutex<bool>,
+    /// A pidfd of the device process that serves the session's ring now.
+    device_process: Mutex<Option<OwnedFd>>,
+}
+
+/// The session's ring, as the daemon sends it.
+#[derive(Debug)]
+pub(crate) struct RingDescriptors {
+    pub(crate) memory: OwnedFd,
+    pub(crate) executor_bell: OwnedFd,
 }
 
 impl DescriptorSocket {
-    /// Connects and ties the connection to the session of that token.
-    pub(crate) async fn attach(path: &Path, token: Token, call: &Call) -> Result<Self, Failure> {
-        let connection = connect(path, call).await?;
-        let socket = Self { connection, turn: Semaphore::new(1), broken_off: Mutex::default() };
-        let (answer, _) = timeout_at(call.deadline, async {
+    /// Connects and ties the connection to the session of that token. The ring comes with it where the daemon serves one.
+    pub(crate) async fn attach(
+        path: &Path,
+        token: Token,
+        call: &Call,
+    ) -> Result<(Self, Option<RingDescriptors>), Failure> {
+        let socket = Self {
+            connection: connect(path, call).await?,
+            turn: Semaphore::new(1),
+            broken_off: Mutex::default(),
+            device_process: Mutex::default(),
+        };
+        let (answer, descriptors) = timeout_at(call.deadline, async {
             socket.send(&WorkerRecord::Attach { token }, &[]).await?;
             socket.receive(ATTACHED_DESCRIPTORS).await
         })
         .await
         .map_err(|_| Failure::Unanswered)??;
         match answer {
-            DaemonRecord::Attached => Ok(socket),
-            other => Err(unexpected(other)),
+            DaemonRecord::Attached => {}
+            other => return Err(unexpected(other)),
+        }
+        if descriptors.is_empty() {
+            return Ok((socket, None));
+        }
+        let [memory, executor_bell, device_process]: [OwnedFd; ATTACHED_DESCRIPTORS as usize] =
+            descriptors.try_into().map_err(|_| ProtocolError::UnexpectedRecord)?;
+        *lock(&socket.device_process) = Some(device_process);
+        Ok((socket, Some(RingDescriptors { memory, executor_bell })))
+    }
+
+    /// A connection that is attached, and the device process behind it.
+    #[cfg(test)]
+    pub(crate) fn attached(connection: Connection, device_process: OwnedFd) -> Self {
+        Self {
+            connection: AsyncConnection::new(connection).unwrap(),
+            turn: Semaphore::new(1),
+            broken_off: Mutex::default(),
+            device_process: Mutex::new(Some(device_process)),
         }
     }
 
@@ -96,12 +132,53 @@ impl DescriptorSocket {
         self.connection.send(&record.encode(), descriptors).await.map_err(lost)
     }
 
+    /// The next answer. What the daemon says by itself in between is noted.
     async fn receive(&self, descriptors_max: u32) -> Result<(DaemonRecord, Vec<OwnedFd>), Failure> {
         let mut bytes = [0; RECORD_BYTES_MAX];
-        let received = self.connection.receive(&mut bytes, descriptors_max as usize).await;
-        let received = received.map_err(lost)?;
-        let record = DaemonRecord::decode(&bytes[..received.bytes]);
-        Ok((record.map_err(ProtocolError::from)?, received.descriptors))
+        let descriptors_max = descriptors_max.max(DEVICE_PROCESS_DESCRIPTORS) as usize;
+        loop {
+            let received = self.connection.receive(&mut bytes, descriptors_max).await;
+            let received = received.map_err(lost)?;
+            let record = DaemonRecord::decode(&bytes[..received.bytes]);
+            let record = record.map_err(ProtocolError::from)?;
+            if record == DaemonRecord::DeviceProcess {
+                self.note_device_process(received.descriptors);
+            } else {
+                return Ok((record, received.descriptors));
+            }
+        }
+    }
+
+    fn note_device_process(&self, mut descriptors: Vec<OwnedFd>) {
+        if let Some(pidfd) = descriptors.pop() {
+            *lock(&self.device_process) = Some(pidfd);
+        }
+    }
+
+    /// Whether nobody serves the session's ring any more: the daemon is gone, and so is its device process. While one of them
+    /// lives, a request may be answered yet, by this device process or the next. A few system calls.
+    pub(crate) fn nobody_serves(&self) -> bool {
+        let open = self.is_open();
+        // All that the daemon ever said, if it is gone: nobody else's turn keeps it from being read.
+        self.read_news() && !open && self.device_process_is_dead()
+    }
+
+    fn device_process_is_dead(&self) -> bool {
+        // A pidfd that cannot be asked says nothing; whoever waits has a deadline.
+        lock(&self.device_process).as_ref().is_none_or(|pidfd| has_exited(pidfd).unwrap_or(false))
+    }
+
+    /// Reads what the daemon said by itself. False while a conversation goes on, which reads it.
+    fn read_news(&self) -> bool {
+        let Ok(_turn) = self.turn.try_acquire() else { return false };
+        let mut bytes = [0; RECORD_BYTES_MAX];
+        let most = DEVICE_PROCESS_DESCRIPTORS as usize;
+        while let Ok(Some(received)) = self.connection.try_receive(&mut bytes, most) {
+            if DaemonRecord::decode(&bytes[..received.bytes]) == Ok(DaemonRecord::DeviceProcess) {
+                self.note_device_process(received.descriptors);
+            }
+        }
+        true
     }
 }
 

@@ -1,9 +1,10 @@
 //! The seam between a copy and what carries it.
 //!
-//! A [`Transport`] is given copies whose ids belong to its own session, and answers each. gRPC is the only one so far;
-//! another is a new variant, and nothing above this file changes.
+//! A [`Carrier`] is given copies whose ids belong to its own session, and answers each: over the session's ring, or over
+//! gRPC.
 
 use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::time::Duration;
 
 use statecopy_kernels::device::Moved;
@@ -16,6 +17,7 @@ use v1::copy_service_client::CopyServiceClient;
 
 use crate::call::{Call, Failure};
 use crate::error::ProtocolError;
+use crate::ring::{Held, RingCopies, TaskFlight};
 
 /// A copy as one session of the daemon understands it.
 #[derive(Debug)]
@@ -32,6 +34,10 @@ pub(crate) struct ResolvedCopy<'a> {
     /// How long it may wait for its start.
     pub(crate) deadline: Duration,
     pub(crate) lane: Lane,
+    /// What its plan allows.
+    pub(crate) max_selected: u64,
+    /// The memory that it touches.
+    pub(crate) held: Held,
 }
 
 /// A place in a region of the session.
@@ -57,27 +63,71 @@ pub(crate) enum ResolvedFlags<'a> {
 
 /// What carries the copies of one session.
 #[derive(Debug)]
-pub(crate) enum Transport {
+pub(crate) enum Carrier {
+    Ring(RingCopies),
     Grpc(GrpcCopies),
 }
 
-impl Transport {
+impl Carrier {
     /// One copy, answered.
-    pub(crate) async fn copy(&self, call: &Call, copy: ResolvedCopy<'_>) -> Result<Moved, Failure> {
+    pub(crate) async fn copy(
+        &self,
+        start: &Call,
+        whole: &Call,
+        copy: ResolvedCopy<'_>,
+    ) -> Result<Moved, Failure> {
         match self {
-            Self::Grpc(grpc) => grpc.copy(call, copy).await,
+            Self::Ring(ring) => ring.submit_task(copy, start).await?.wait(whole).await,
+            Self::Grpc(grpc) => grpc.copy(*whole, copy).await,
         }
     }
 
     /// Several copies in order, each answered by itself.
     pub(crate) async fn copy_many(
         &self,
-        call: &Call,
+        start: &Call,
+        whole: &Call,
         copies: Vec<ResolvedCopy<'_>>,
     ) -> Result<Vec<Result<Moved, Refusal>>, Failure> {
         match self {
-            Self::Grpc(grpc) => grpc.copy_many(call, copies).await,
+            Self::Ring(ring) => copy_many_on(ring, start, whole, copies).await,
+            Self::Grpc(grpc) => grpc.copy_many(whole, copies).await,
         }
+    }
+}
+
+/// As many in flight as there are places.
+async fn copy_many_on(
+    ring: &RingCopies,
+    start: &Call,
+    whole: &Call,
+    copies: Vec<ResolvedCopy<'_>>,
+) -> Result<Vec<Result<Moved, Refusal>>, Failure> {
+    let mut answers: Vec<Option<Result<Moved, Refusal>>> = vec![None; copies.len()];
+    let mut flying: VecDeque<(usize, TaskFlight)> = VecDeque::new();
+    for (at, copy) in copies.into_iter().enumerate() {
+        if flying.len() == ring.slots()
+            && let Some((at, flight)) = flying.pop_front()
+        {
+            answers[at] = Some(each(flight.wait(whole).await)?);
+        }
+        match ring.submit_task(copy, start).await {
+            Ok(flight) => flying.push_back((at, flight)),
+            Err(failure) => answers[at] = Some(each(Err(failure))?),
+        }
+    }
+    for (at, flight) in flying {
+        answers[at] = Some(each(flight.wait(whole).await)?);
+    }
+    Ok(answers.into_iter().flatten().collect())
+}
+
+/// A refusal is one copy's; any other failure is all copies'.
+pub(crate) fn each(outcome: Result<Moved, Failure>) -> Result<Result<Moved, Refusal>, Failure> {
+    match outcome {
+        Ok(moved) => Ok(Ok(moved)),
+        Err(Failure::Refused(refusal)) => Ok(Err(refusal)),
+        Err(failure) => Err(failure),
     }
 }
 
@@ -96,15 +146,27 @@ impl GrpcCopies {
         Self { stub, session }
     }
 
-    async fn copy(&self, call: &Call, copy: ResolvedCopy<'_>) -> Result<Moved, Failure> {
+    /// One copy, answered. What it sends is owned, so that it need not be awaited where it was asked for.
+    pub(crate) fn copy(
+        &self,
+        call: Call,
+        copy: ResolvedCopy<'_>,
+    ) -> impl Future<Output = Result<Moved, Failure>> + Send + use<> {
         let direction = copy.direction;
-        let request = call.request(message(copy, Some(self.session.clone())))?;
+        let held = copy.held.clone();
+        let message = message(copy, Some(self.session.clone()));
+        let session = self.session.clone();
         let mut stub = self.stub.clone();
-        let reply = match direction {
-            Direction::Gather => call.answer(stub.gather(request)).await?,
-            Direction::Scatter => call.answer(stub.scatter(request)).await?,
-        };
-        self.moved(&reply)
+        async move {
+            let request = call.request(message)?;
+            let reply = match direction {
+                Direction::Gather => call.answer(stub.gather(request)).await?,
+                Direction::Scatter => call.answer(stub.scatter(request)).await?,
+            };
+            drop(held);
+            same_life(&session, &reply.incarnation)?;
+            Ok(read_moved(&reply))
+        }
     }
 
     async fn copy_many(
@@ -124,25 +186,20 @@ impl GrpcCopies {
             call.request(v1::CopyManyRequest { session: Some(self.session.clone()), copies })?;
         let mut stub = self.stub.clone();
         let reply = call.answer(stub.copy_many(request)).await?;
-        self.same_life(&reply.incarnation)?;
+        same_life(&self.session, &reply.incarnation)?;
         if reply.answers.len() != wanted {
             let given = reply.answers.len();
             return Err(ProtocolError::Answers { given, wanted }.into());
         }
         reply.answers.into_iter().map(read_answer).collect()
     }
+}
 
-    fn moved(&self, reply: &v1::CopyReply) -> Result<Moved, Failure> {
-        self.same_life(&reply.incarnation)?;
-        Ok(read_moved(reply))
+fn same_life(session: &v1::SessionRef, incarnation: &[u8]) -> Result<(), Failure> {
+    if incarnation == session.incarnation {
+        return Ok(());
     }
-
-    fn same_life(&self, incarnation: &[u8]) -> Result<(), Failure> {
-        if incarnation == self.session.incarnation {
-            return Ok(());
-        }
-        Err(ProtocolError::Incarnation.into())
-    }
+    Err(ProtocolError::Incarnation.into())
 }
 
 fn read_moved(reply: &v1::CopyReply) -> Moved {

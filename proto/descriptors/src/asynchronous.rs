@@ -114,6 +114,23 @@ impl AsyncConnection {
         arrived.check(into.len(), descriptors_max)
     }
 
+    /// A message that is there already; `None` when there is none. Any thread may ask, inside a runtime or outside.
+    ///
+    /// # Errors
+    /// As [`Connection::receive`].
+    pub fn try_receive(
+        &self,
+        into: &mut [u8],
+        descriptors_max: usize,
+    ) -> Result<Option<Received>, ChannelError> {
+        let socket = &self.socket.get_ref().0;
+        match attempt(|| receive_once(socket, into, RecvFlags::DONTWAIT)) {
+            Ok(arrived) => arrived.check(into.len(), descriptors_max).map(Some),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
+            Err(error) => Err(receive_error(errno(&error))),
+        }
+    }
+
     /// The connection, no longer watched.
     #[must_use]
     pub fn into_blocking(self) -> Connection {

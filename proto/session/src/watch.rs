@@ -74,4 +74,9 @@ impl Watch {
     pub fn sleep(&self, seen: WakeCount, timeout: Duration) -> io::Result<()> {
         self.words.wake().futex_wait(seen.0, timeout)
     }
+
+    /// Wakes every thread that sleeps here, for no reason that they could see.
+    pub fn rouse(&self) {
+        self.words.wake().futex_wake(u32::MAX >> 1);
+    }
 }

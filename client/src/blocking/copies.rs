@@ -1,0 +1,174 @@
+//! Copies on the calling thread: on the ring without the runtime, over gRPC by driving it.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use statecopy_kernels::device::Moved;
+use statecopy_proto::Direction;
+
+use crate::attempt::{Attempts, Effect};
+use crate::call::{Call, Failure};
+use crate::client::Client;
+use crate::copies::resolve;
+use crate::error::Error;
+use crate::link::Link;
+use crate::ring::{Flight, RingCopies};
+use crate::transport::{Carrier, each};
+use crate::{Plan, PlannedCopy, Request};
+
+use super::Driver;
+
+/// A live link: the one that is there, or a new one, for which the runtime is driven.
+fn link(attempts: &Attempts<'_>, driver: &Driver) -> Result<Arc<Link>, Error> {
+    match attempts.live_link()? {
+        Some(link) => Ok(link),
+        None => driver.drive(attempts.link()),
+    }
+}
+
+pub(super) fn copy(
+    plan: &Plan,
+    driver: &Driver,
+    direction: Direction,
+    request: &Request<'_>,
+) -> Result<Moved, Error> {
+    let client = plan.client();
+    let (start, whole) = client.copy_calls(direction.label(), client.copy_deadline(request));
+    let effect = Effect::Copy { start: start.deadline, repeat_unknown: request.repeat_unknown };
+    let mut attempts = Attempts::new(&client.shared, whole, effect);
+    loop {
+        let link = link(&attempts, driver)?;
+        let outcome = resolve(&link, &plan.record, direction, request, &start).and_then(
+            |resolved| match &link.carrier {
+                Carrier::Ring(ring) => ring.submit(resolved, &start)?.wait(&whole),
+                Carrier::Grpc(grpc) => {
+                    driver.drive(async { Ok(grpc.copy(whole, resolved).await) })?
+                }
+            },
+        );
+        match outcome {
+            Ok(moved) => return Ok(moved),
+            Err(failure) => attempts.failed(&link, failure)?,
+        }
+    }
+}
+
+pub(super) fn copy_many(
+    client: &Client,
+    driver: &Driver,
+    copies: &[PlannedCopy<'_>],
+) -> Result<Vec<Result<Moved, Error>>, Error> {
+    let (start, whole, effect) = client.copy_many_calls(copies);
+    let mut attempts = Attempts::new(&client.shared, whole, effect);
+    loop {
+        let link = link(&attempts, driver)?;
+        let Carrier::Ring(ring) = &link.carrier else {
+            return driver.drive(client.copy_many(copies));
+        };
+        match copy_many_on(&link, ring, client, &start, &whole, copies) {
+            Ok(answers) => return Ok(answers),
+            Err(failure) => attempts.failed(&link, failure)?,
+        }
+    }
+}
+
+/// As many in flight as there are places.
+fn copy_many_on(
+    link: &Link,
+    ring: &RingCopies,
+    client: &Client,
+    start: &Call,
+    whole: &Call,
+    copies: &[PlannedCopy<'_>],
+) -> Result<Vec<Result<Moved, Error>>, Failure> {
+    let mut answers: Vec<Option<Result<Moved, Error>>> = Vec::with_capacity(copies.len());
+    let mut flying: VecDeque<(usize, Flight)> = VecDeque::new();
+    for (at, copy) in copies.iter().enumerate() {
+        if flying.len() == ring.slots()
+            && let Some((at, flight)) = flying.pop_front()
+        {
+            answers[at] = Some(each(flight.wait(whole))?.map_err(Error::Refused));
+        }
+        let start = start.within(client.copy_deadline(&copy.request));
+        let submitted = resolve(link, &copy.plan.record, copy.direction, &copy.request, &start)
+            .and_then(|resolved| ring.submit(resolved, &start));
+        answers.push(match submitted {
+            Ok(flight) => {
+                flying.push_back((at, flight));
+                None
+            }
+            Err(failure) => Some(each(Err(failure))?.map_err(Error::Refused)),
+        });
+    }
+    for (at, flight) in flying {
+        answers[at] = Some(each(flight.wait(whole))?.map_err(Error::Refused));
+    }
+    Ok(answers.into_iter().flatten().collect())
+}
+
+pub(super) fn submit(
+    plan: &Plan,
+    driver: &Arc<Driver>,
+    direction: Direction,
+    request: &Request<'_>,
+) -> Result<InFlight, Error> {
+    let client = plan.client();
+    let (start, whole) = client.copy_calls(direction.label(), client.copy_deadline(request));
+    let effect = Effect::Copy { start: start.deadline, repeat_unknown: false };
+    let mut attempts = Attempts::new(&client.shared, whole, effect);
+    loop {
+        let link = link(&attempts, driver)?;
+        let submitted = resolve(&link, &plan.record, direction, request, &start).and_then(
+            |resolved| match &link.carrier {
+                Carrier::Ring(ring) => ring.submit(resolved, &start).map(Flying::Ring),
+                Carrier::Grpc(grpc) => Ok(Flying::Grpc(Box::pin(grpc.copy(whole, resolved)))),
+            },
+        );
+        match submitted {
+            Ok(flying) => {
+                let (client, driver) = (client.clone(), Arc::clone(driver));
+                return Ok(InFlight { flying, link, client, driver, whole });
+            }
+            Err(failure) => attempts.failed(&link, failure)?,
+        }
+    }
+}
+
+enum Flying {
+    Ring(Flight),
+    Grpc(Pin<Box<dyn Future<Output = Result<Moved, Failure>> + Send>>),
+}
+
+/// A copy that was submitted: see [`crate::InFlight`]. Over gRPC it is sent when it is waited for, because nothing drives the
+/// blocking client's runtime before.
+#[must_use = "a copy that nobody waits for may run at any time"]
+pub struct InFlight {
+    flying: Flying,
+    link: Arc<Link>,
+    client: Client,
+    driver: Arc<Driver>,
+    whole: Call,
+}
+
+impl InFlight {
+    /// Waits for the answer on this thread. See [`crate::InFlight::wait`].
+    ///
+    /// # Errors
+    /// As [`crate::Plan::gather`].
+    pub fn wait(self) -> Result<Moved, Error> {
+        let Self { flying, link, client, driver, whole } = self;
+        let outcome = match flying {
+            Flying::Ring(flight) => flight.wait(&whole),
+            Flying::Grpc(answer) => driver.drive(async { Ok(answer.await) })?,
+        };
+        outcome.map_err(|failure| client.gave_up(&link, &whole, failure))
+    }
+}
+
+impl fmt::Debug for InFlight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("InFlight").field("call", &self.whole).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,282 @@
+//! Copies over the session memory's ring: in steady state without a system call.
+//!
+//! ```text
+//!          submit            wait, or the completing thread
+//! free ----------> in flight ------------------------------> free
+//!                     |                                        ^
+//!                     +---- given up ----> nobody's -----------+  (the next to submit reads its answer)
+//! ```
+//!
+//! * *submit*: a slot is taken, and holds the memory that the copy touches until its answer is read.
+//! * *wait*: a thread looks for its own answer, then sleeps on the session memory's futex. All sleepers wake at each answer.
+//! * *completing thread*: the same for tasks, which must not wait: it answers each through a channel.
+//! * *given up*: by a deadline, or because nobody wants the answer any more. The copy may run yet: slot and memory stay.
+
+mod complete;
+mod state;
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use statecopy_descriptors::Doorbell;
+use statecopy_kernels::device::Moved;
+use statecopy_kernels::host::cpus_allowed;
+use statecopy_proto::{Refusal, RefusalCode};
+use statecopy_session::{Identity, Sequence, SessionMemory, Spin, Watch};
+use tokio::sync::{Notify, oneshot};
+use tokio::time::timeout;
+
+use crate::call::{Call, Failure};
+use crate::error::ProtocolError;
+use crate::lock::lock;
+use crate::socket::{DescriptorSocket, RingDescriptors};
+use crate::transport::ResolvedCopy;
+
+pub(crate) use state::Held;
+use state::{Owner, State, Submitted};
+
+/// What becomes of one copy.
+pub(crate) type Outcome = Result<Moved, Failure>;
+
+/// Whoever sleeps looks so often whether anybody is left who may answer.
+const SLICE: Duration = Duration::from_millis(20);
+
+/// The ring of one session.
+#[derive(Debug)]
+pub(crate) struct RingCopies {
+    ring: Arc<Ring>,
+    completing: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// What everybody who has a copy in flight shares.
+#[derive(Debug)]
+struct Ring {
+    state: Mutex<State>,
+    /// A slot became free: for threads.
+    freed: Condvar,
+    /// The same, for tasks.
+    freed_tasks: Notify,
+    /// There is something to complete, or the end has come.
+    work: Condvar,
+    watch: Watch,
+    spin: Spin,
+    socket: Arc<DescriptorSocket>,
+}
+
+/// One copy in flight for a thread. Dropped before its answer was read, it is nobody's.
+#[derive(Debug)]
+pub(crate) struct Flight {
+    ring: Arc<Ring>,
+    sequence: Sequence,
+}
+
+/// One copy in flight for a task.
+#[derive(Debug)]
+pub(crate) struct TaskFlight {
+    flight: Flight,
+    outcome: oneshot::Receiver<Outcome>,
+}
+
+impl RingCopies {
+    /// Opens the ring that the daemon sent.
+    pub(crate) fn open(
+        descriptors: RingDescriptors,
+        identity: Identity,
+        spin: Duration,
+        socket: Arc<DescriptorSocket>,
+    ) -> Result<Self, ProtocolError> {
+        let unusable = |reason: String| ProtocolError::Ring { reason };
+        let memory =
+            SessionMemory::open(descriptors.memory).map_err(|error| unusable(error.to_string()))?;
+        if memory.identity() != identity {
+            return Err(unusable("it belongs to another session".to_owned()));
+        }
+        let bell = Doorbell::from_fd(descriptors.executor_bell)
+            .map_err(|error| unusable(error.to_string()))?;
+        let submitter = memory.submitter(bell);
+        let watch = submitter.watch();
+        let state = State::new(submitter, memory.parameters(), identity.session);
+        let ring = Ring {
+            state: Mutex::new(state),
+            freed: Condvar::new(),
+            freed_tasks: Notify::new(),
+            work: Condvar::new(),
+            watch,
+            spin: Spin::new(spin, cpus_allowed()),
+            socket,
+        };
+        Ok(Self { ring: Arc::new(ring), completing: Mutex::default() })
+    }
+
+    /// Copies that may be in flight at once.
+    pub(crate) fn slots(&self) -> usize {
+        lock(&self.ring.state).slots()
+    }
+
+    /// Submits a copy for this thread. A full ring is waited for until the copy's start is due.
+    pub(crate) fn submit(&self, copy: ResolvedCopy<'_>, start: &Call) -> Result<Flight, Failure> {
+        let mut copy = copy;
+        let mut state = lock(&self.ring.state);
+        loop {
+            if let Submitted::Taken(sequence) = state.submit(&copy, Owner::Thread)? {
+                return Ok(Flight { ring: Arc::clone(&self.ring), sequence });
+            }
+            copy.deadline = start.left().ok_or_else(|| full(&state))?;
+            state.waiting_for_place += 1;
+            let slice = copy.deadline.min(SLICE);
+            let waited = self.ring.freed.wait_timeout(state, slice);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            state.waiting_for_place -= 1;
+            if self.ring.socket.nobody_serves() {
+                return Err(Failure::NotSent(nobody()));
+            }
+        }
+    }
+
+    /// Submits a copy for this task. A full ring is waited for until the copy's start is due.
+    pub(crate) async fn submit_task(
+        &self,
+        copy: ResolvedCopy<'_>,
+        start: &Call,
+    ) -> Result<TaskFlight, Failure> {
+        self.start_completing()?;
+        let mut copy = copy;
+        loop {
+            // Before the look, so that no slot becomes free unheard.
+            let freed = self.ring.freed_tasks.notified();
+            let (sender, outcome) = oneshot::channel();
+            let submitted = lock(&self.ring.state).submit(&copy, Owner::Task(sender))?;
+            if let Submitted::Taken(sequence) = submitted {
+                self.ring.work.notify_one();
+                let flight = Flight { ring: Arc::clone(&self.ring), sequence };
+                return Ok(TaskFlight { flight, outcome });
+            }
+            copy.deadline = start.left().ok_or_else(|| full(&lock(&self.ring.state)))?;
+            if timeout(copy.deadline.min(SLICE), freed).await.is_err()
+                && self.ring.socket.nobody_serves()
+            {
+                return Err(Failure::NotSent(nobody()));
+            }
+        }
+    }
+
+    fn start_completing(&self) -> Result<(), Failure> {
+        let mut completing = lock(&self.completing);
+        if completing.is_none() {
+            let ring = Arc::clone(&self.ring);
+            let thread = std::thread::Builder::new()
+                .name("statecopy-ring".to_owned())
+                .spawn(move || complete::run(&ring))
+                .map_err(|error| Failure::Local(crate::Error::Runtime(error)))?;
+            *completing = Some(thread);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for RingCopies {
+    fn drop(&mut self) {
+        lock(&self.ring.state).ending = true;
+        self.ring.work.notify_one();
+        self.ring.watch.rouse();
+        if let Some(thread) = lock(&self.completing).take() {
+            // At most one slice.
+            thread.join().ok();
+        }
+    }
+}
+
+impl Ring {
+    /// Reads the outcome of a copy that is answered, and tells whoever waits for a place.
+    fn take(&self, state: &mut State, sequence: Sequence) -> Option<Outcome> {
+        let outcome = state.take(sequence)?;
+        self.tell_freed(state);
+        Some(outcome)
+    }
+
+    fn tell_freed(&self, state: &State) {
+        if state.waiting_for_place > 0 {
+            self.freed.notify_all();
+        }
+        self.freed_tasks.notify_waiters();
+    }
+
+    /// The outcome of a copy whose answer will not come, because nobody is left to give it.
+    fn outcome_of_the_dead(&self, state: &mut State, sequence: Sequence) -> Outcome {
+        let outcome = state.take(sequence);
+        outcome.unwrap_or_else(|| Err(state.lose(sequence, nobody())))
+    }
+}
+
+impl Flight {
+    /// Waits for the answer on this thread, until the call's deadline.
+    pub(crate) fn wait(self, whole: &Call) -> Outcome {
+        let Self { ring, sequence } = &self;
+        if ring.watch.spin(*sequence, ring.spin)
+            && let Some(outcome) = ring.take(&mut lock(&ring.state), *sequence)
+        {
+            return outcome;
+        }
+        loop {
+            let seen = {
+                let mut state = lock(&ring.state);
+                let seen = state.submitter.prepare_sleep();
+                if let Some(outcome) = ring.take(&mut state, *sequence) {
+                    state.submitter.cancel_sleep();
+                    return outcome;
+                }
+                seen
+            };
+            let left = whole.left();
+            let slept = ring.watch.sleep(seen, left.unwrap_or_default().min(SLICE));
+            lock(&ring.state).submitter.cancel_sleep();
+            slept.map_err(|error| Failure::Lost(error.into()))?;
+            if left.is_none() {
+                return Err(Failure::Unanswered);
+            }
+            if !ring.watch.is_answered(*sequence) && ring.socket.nobody_serves() {
+                return ring.outcome_of_the_dead(&mut lock(&ring.state), *sequence);
+            }
+        }
+    }
+}
+
+impl Drop for Flight {
+    fn drop(&mut self) {
+        lock(&self.ring.state).give_up(self.sequence);
+    }
+}
+
+impl TaskFlight {
+    /// Waits for the answer, until the call's deadline.
+    pub(crate) async fn wait(self, whole: &Call) -> Outcome {
+        let Self { flight, outcome } = self;
+        let answered = tokio::time::timeout_at(whole.deadline, outcome).await;
+        drop(flight);
+        match answered {
+            Ok(Ok(outcome)) => outcome,
+            Ok(Err(_)) => Err(Failure::Lost(nobody())),
+            Err(_) => Err(Failure::Unanswered),
+        }
+    }
+}
+
+fn full(state: &State) -> Failure {
+    let sentence = format!(
+        "All {} places of the session's ring are taken, and none became free before the copy's deadline",
+        state.slots()
+    );
+    Refusal::new(RefusalCode::Overloaded, sentence).about("lane").into()
+}
+
+fn nobody() -> crate::error::BoxError {
+    std::io::Error::new(
+        std::io::ErrorKind::NotConnected,
+        "the daemon and its device process are gone",
+    )
+    .into()
+}
+
+#[cfg(test)]
+mod tests;

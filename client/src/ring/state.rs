@@ -1,0 +1,280 @@
+//! The submitter's end of the ring, and whose each slot is. Short critical sections, no waiting.
+
+use std::sync::Arc;
+
+use statecopy_kernels::device::Moved;
+use statecopy_proto::{IndexWidth, Refusal, RefusalCode, SessionId};
+use statecopy_session::{
+    CopyRequest, FlagSource, IndexSource, Indices, MonotonicNs, Packed, Parameters, PollError,
+    Progress, Sequence, Subject, SubmitError, Submitter,
+};
+use tokio::sync::oneshot;
+use zerocopy::IntoBytes;
+
+use crate::call::Failure;
+use crate::error::{BoxError, ProtocolError};
+use crate::region::RegionRecord;
+use crate::transport::{ResolvedCopy, ResolvedFlags, ResolvedIndices};
+
+use super::Outcome;
+
+/// Memory that a copy touches: packed, indices, flags.
+pub(crate) type Held = [Option<Arc<RegionRecord>>; 3];
+
+/// Who reads a slot's answer.
+#[derive(Debug)]
+pub(super) enum Owner {
+    /// A thread that waits, or will.
+    Thread,
+    /// The completing thread, for a task.
+    Task(oneshot::Sender<Outcome>),
+    /// Nobody wants it; whoever submits next.
+    Nobody,
+}
+
+#[derive(Debug)]
+struct Entry {
+    sequence: Sequence,
+    owner: Owner,
+    /// Kept, never looked at: the daemon may write to it until the answer.
+    _held: Held,
+}
+
+/// Whether a copy found a place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Submitted {
+    Taken(Sequence),
+    Full,
+}
+
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) submitter: Submitter,
+    /// Threads that wait for a slot to become free.
+    pub(super) waiting_for_place: usize,
+    /// The completing thread is to end.
+    pub(super) ending: bool,
+    entries: Box<[Option<Entry>]>,
+    /// Entries that are a task's.
+    tasks: usize,
+    /// Entries that are nobody's.
+    given_up: usize,
+    session: SessionId,
+}
+
+impl State {
+    pub(super) fn new(submitter: Submitter, parameters: Parameters, session: SessionId) -> Self {
+        let entries = std::iter::repeat_with(|| None).take(parameters.slots() as usize).collect();
+        Self {
+            submitter,
+            waiting_for_place: 0,
+            ending: false,
+            entries,
+            tasks: 0,
+            given_up: 0,
+            session,
+        }
+    }
+
+    pub(super) fn slots(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Whether a task waits for an answer.
+    pub(super) fn has_tasks(&self) -> bool {
+        self.tasks > 0
+    }
+
+    /// Submits a copy, if there is a place. A copy that the ring cannot carry is refused here.
+    pub(super) fn submit(
+        &mut self,
+        copy: &ResolvedCopy<'_>,
+        owner: Owner,
+    ) -> Result<Submitted, Failure> {
+        self.read_for_nobody();
+        let request = self.request(copy);
+        let indices: &[u8] = match copy.indices {
+            ResolvedIndices::Int32(values) => values.as_bytes(),
+            ResolvedIndices::Int64(values) => values.as_bytes(),
+            ResolvedIndices::Shared(..) => &[],
+        };
+        let flags: &[u8] = match &copy.flags {
+            ResolvedFlags::Inline(flags) => flags,
+            ResolvedFlags::None | ResolvedFlags::Shared(_) => &[],
+        };
+        let sequence = match self.submitter.try_submit(&request, indices, flags) {
+            Ok(sequence) => sequence,
+            Err(SubmitError::Full(_)) => return Ok(Submitted::Full),
+            Err(refused) => return Err(refusal(&refused, copy).into()),
+        };
+        if matches!(owner, Owner::Task(_)) {
+            self.tasks += 1;
+        }
+        let at = self.index(sequence);
+        self.entries[at] = Some(Entry { sequence, owner, _held: copy.held.clone() });
+        Ok(Submitted::Taken(sequence))
+    }
+
+    fn request(&self, copy: &ResolvedCopy<'_>) -> CopyRequest {
+        let (width, source) = match copy.indices {
+            ResolvedIndices::Int32(_) => (IndexWidth::Int32, IndexSource::Inline),
+            ResolvedIndices::Int64(_) => (IndexWidth::Int64, IndexSource::Inline),
+            ResolvedIndices::Shared(width, at) => {
+                (width, IndexSource::Shared { region: at.region, offset: at.offset })
+            }
+        };
+        let flags = match &copy.flags {
+            ResolvedFlags::None => FlagSource::None,
+            ResolvedFlags::Inline(_) => FlagSource::Inline,
+            ResolvedFlags::Shared(at) => {
+                FlagSource::Shared { region: at.region, offset: at.offset }
+            }
+        };
+        let nanoseconds = u64::try_from(copy.deadline.as_nanos()).unwrap_or(u64::MAX);
+        CopyRequest {
+            session: self.session,
+            binding: copy.binding,
+            signature: copy.signature,
+            direction: copy.direction,
+            selected: copy.selected,
+            packed: Packed {
+                region: copy.packed.region,
+                offset: copy.packed.offset,
+                bytes: copy.packed_bytes,
+                dtype: copy.packed_dtype.number(),
+            },
+            indices: Indices { width, source },
+            flags,
+            lane: copy.lane,
+            deadline: MonotonicNs(nanoseconds),
+            submitted_at: MonotonicNs(0),
+        }
+    }
+
+    /// The outcome of a copy, once it is answered; its slot is free then. `None` before, and for one that was taken before.
+    pub(super) fn take(&mut self, sequence: Sequence) -> Option<Outcome> {
+        let at = self.index(sequence);
+        self.entries[at].as_ref().filter(|entry| entry.sequence == sequence)?;
+        let outcome = self.poll(sequence)?;
+        self.forget(at);
+        Some(outcome)
+    }
+
+    fn poll(&mut self, sequence: Sequence) -> Option<Outcome> {
+        match self.submitter.poll(sequence) {
+            Ok(Progress::Pending | Progress::Accepted) => None,
+            Ok(Progress::Answered(answer)) => Some(match answer.result {
+                Ok(moved) => Ok(Moved { copied: moved.rows_copied, masked: moved.rows_masked }),
+                Err(fault) => Err(fault.to_refusal().into()),
+            }),
+            Err(error) => Some(Err(broken(&error))),
+        }
+    }
+
+    /// A copy whose answer will not come. What no executor had begun moved nothing.
+    pub(super) fn lose(&mut self, sequence: Sequence, source: BoxError) -> Failure {
+        match self.submitter.poll(sequence) {
+            Ok(Progress::Pending) => Failure::NotSent(source),
+            Ok(Progress::Accepted | Progress::Answered(_)) | Err(_) => Failure::Lost(source),
+        }
+    }
+
+    /// Nobody wants the answer any more.
+    pub(super) fn give_up(&mut self, sequence: Sequence) {
+        let at = self.index(sequence);
+        let Some(entry) = self.entries[at].as_mut().filter(|entry| entry.sequence == sequence)
+        else {
+            return;
+        };
+        match std::mem::replace(&mut entry.owner, Owner::Nobody) {
+            Owner::Thread => self.given_up += 1,
+            Owner::Task(_) => {
+                self.tasks -= 1;
+                self.given_up += 1;
+            }
+            Owner::Nobody => {}
+        }
+    }
+
+    /// Answers every task whose copy is answered; true if a slot became free.
+    pub(super) fn complete_tasks(&mut self) -> bool {
+        self.complete(|state, sequence| state.poll(sequence))
+    }
+
+    /// Answers every task: their copies' answers will not come any more.
+    pub(super) fn fail_tasks(&mut self, source: impl Fn() -> BoxError) {
+        self.complete(|state, sequence| {
+            let outcome = state.poll(sequence);
+            Some(outcome.unwrap_or_else(|| Err(state.lose(sequence, source()))))
+        });
+    }
+
+    fn complete(
+        &mut self,
+        mut outcome: impl FnMut(&mut Self, Sequence) -> Option<Outcome>,
+    ) -> bool {
+        let mut freed = false;
+        for at in 0..self.entries.len() {
+            let Some(Entry { sequence, owner: Owner::Task(_), .. }) = self.entries[at] else {
+                continue;
+            };
+            let Some(outcome) = outcome(self, sequence) else { continue };
+            freed = true;
+            if let Some(Owner::Task(task)) = self.forget(at) {
+                // A task that went away meanwhile wants no answer.
+                task.send(outcome).ok();
+            }
+        }
+        freed
+    }
+
+    /// Reads the answers that nobody wants, so that their slots and memory are free.
+    fn read_for_nobody(&mut self) {
+        if self.given_up == 0 {
+            return;
+        }
+        for at in 0..self.entries.len() {
+            let Some(Entry { sequence, owner: Owner::Nobody, .. }) = self.entries[at] else {
+                continue;
+            };
+            if self.poll(sequence).is_some() {
+                self.forget(at);
+            }
+        }
+    }
+
+    fn forget(&mut self, at: usize) -> Option<Owner> {
+        let owner = self.entries[at].take()?.owner;
+        match owner {
+            Owner::Thread => {}
+            Owner::Task(_) => self.tasks -= 1,
+            Owner::Nobody => self.given_up -= 1,
+        }
+        Some(owner)
+    }
+
+    fn index(&self, sequence: Sequence) -> usize {
+        let slots = self.entries.len() as u64;
+        usize::try_from((sequence.get() - 1) % slots).unwrap_or(usize::MAX)
+    }
+}
+
+fn broken(error: &PollError) -> Failure {
+    ProtocolError::Ring { reason: error.to_string() }.into()
+}
+
+/// Why the ring cannot carry a copy: the same codes as the daemon's.
+fn refusal(error: &SubmitError, copy: &ResolvedCopy<'_>) -> Refusal {
+    match error {
+        SubmitError::Inline(_) if copy.selected > copy.max_selected => {
+            Subject::Selected.fault(copy.selected, copy.max_selected).to_refusal()
+        }
+        SubmitError::Inline(fault) => fault
+            .to_refusal()
+            .remedied_by("Put indices and flags into a registered region, or select fewer rows."),
+        SubmitError::InlineLength { .. } => {
+            Refusal::new(RefusalCode::FlagsMismatch, error.to_string()).about("flags")
+        }
+        SubmitError::Full(_) => Refusal::new(RefusalCode::Overloaded, error.to_string()),
+    }
+}
