@@ -32,12 +32,16 @@ pub(crate) enum Command {
     Demo(DemoOptions),
     /// Replay a request trace as a continuous-batching server would, and verify every copy
     Replay(ReplayOptions),
+    /// Measure what a copy costs through the daemon beside the same copy in one process, and report on it
+    Bench(BenchOptions),
     /// Show sessions, regions, layers, plans and counters of a daemon
     Status(StatusOptions),
     /// Ask a daemon for a sign of life; the exit code is 0 only when it answers
     Ping(AskOptions),
     #[command(hide = true)]
     DemoWorker(WorkerOptions),
+    #[command(hide = true)]
+    BenchPeer(BenchPeerOptions),
     #[command(hide = true)]
     Daemon(DaemonOptions),
 }
@@ -182,6 +186,70 @@ pub(crate) struct ReplayOptions {
     pub(crate) dry_run: bool,
 }
 
+/// `statecopy bench`.
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub(crate) struct BenchOptions {
+    #[command(subcommand)]
+    pub(crate) command: Option<BenchCommand>,
+    #[command(flatten)]
+    pub(crate) run: Option<BenchRunOptions>,
+}
+
+/// What to do with finished runs.
+#[derive(Debug, Subcommand)]
+pub(crate) enum BenchCommand {
+    /// Print the tables of finished runs, and draw each one's distributions beside its file
+    Report(BenchReportOptions),
+}
+
+/// A run.
+#[derive(Debug, Args)]
+pub(crate) struct BenchRunOptions {
+    /// Where the record goes: one JSON file, which must not exist
+    #[arg(long, value_name = "FILE", required = true)]
+    pub(crate) output: PathBuf,
+    /// Seed of orders, rows and bytes; each seed has a process and a file of its own
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// How often every path of every case is measured
+    #[arg(long, value_name = "N", default_value_t = 200, value_parser = clap::value_parser!(u64).range(1..=100_000))]
+    pub(crate) trials: u64,
+    /// Only cases whose name holds one of these parts, as in kimi-k3-tp8,24576/s1/
+    #[arg(long, value_name = "PARTS", value_delimiter = ',')]
+    pub(crate) cases: Vec<String>,
+    /// Let every CPU copy on both sides and pin nobody; without it one thread copies on each side
+    #[arg(long)]
+    pub(crate) all_cores: bool,
+    /// Use this daemon instead of starting one; its memory and idle time are not looked at
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) address: Option<Address>,
+    /// The commit that this program was built from, for the record
+    #[arg(long, value_name = "HASH")]
+    pub(crate) commit: Option<String>,
+    /// Sessions over which growth of memory is measured
+    #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(2..=2_000))]
+    pub(crate) sessions: usize,
+    /// How long an idle daemon's CPU time is looked at, in milliseconds
+    #[arg(long, value_name = "MS", default_value_t = 5_000)]
+    pub(crate) idle_ms: u64,
+}
+
+/// `statecopy bench report`.
+#[derive(Debug, Args)]
+pub(crate) struct BenchReportOptions {
+    /// Records of runs; each is reported by itself, and its plot is FILE with the ending .svg
+    #[arg(value_name = "FILE", required = true)]
+    pub(crate) files: Vec<PathBuf>,
+}
+
+/// The other side of the benchmark's ping-pong.
+#[derive(Debug, Args)]
+pub(crate) struct BenchPeerOptions {
+    #[arg(long)]
+    pub(crate) cpu: usize,
+}
+
 /// The daemon that a command starts for itself, and its device process.
 #[derive(Debug, Args)]
 pub(crate) struct DaemonOptions {
@@ -213,5 +281,6 @@ mod tests {
             assert!(help.contains(code), "{code} is missing in:\n{help}");
         }
         assert!(!help.contains("demo-worker"), "{help}");
+        assert!(!help.contains("bench-peer"), "{help}");
     }
 }

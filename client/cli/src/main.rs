@@ -1,10 +1,11 @@
 //! `statecopy`: the command line of the state copy daemon.
 //!
-//! `demo` and `replay` show the whole path with a daemon of their own, `status` and `ping` ask a running one. The program
-//! also is that daemon and its device process: it starts itself again.
+//! `demo` and `replay` show the whole path with a daemon of their own, `bench` measures it, `status` and `ping` ask a running
+//! one. The program also is that daemon and its device process: it starts itself again.
 #![forbid(unsafe_code)]
 
 mod ask;
+mod bench;
 mod cli;
 mod demo;
 mod failure;
@@ -25,9 +26,11 @@ fn main() -> ExitCode {
     let done = match Cli::parse().command {
         Command::Demo(options) => demo::run(&options),
         Command::Replay(options) => replay::run(&options),
+        Command::Bench(options) => bench::run(&options),
         Command::Status(options) => status::run(&options),
         Command::Ping(options) => ask::ping(&options),
         Command::DemoWorker(options) => return demo::worker::run(&options),
+        Command::BenchPeer(options) => return bench::peer::be_peer(&options),
         Command::Daemon(options) => return spawn::be_daemon(options),
     };
     match done {

@@ -1,6 +1,6 @@
 //! This program as several processes: it starts itself again as the daemon, and as the workers of the demonstration.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::Read;
 use std::iter;
@@ -75,6 +75,14 @@ impl OwnDaemon {
     /// # Errors
     /// When it ends or does not get ready in time; the failure shows the end of its log.
     pub(crate) fn start() -> anyhow::Result<Self> {
+        Self::start_with::<&str>(&[])
+    }
+
+    /// The same, with variables of the environment that hold settings of the daemon.
+    ///
+    /// # Errors
+    /// As [`OwnDaemon::start`].
+    pub(crate) fn start_with<S: AsRef<OsStr>>(settings: &[(S, S)]) -> anyhow::Result<Self> {
         let directory = tempfile::Builder::new().prefix("statecopy-").tempdir();
         let directory = directory.context("A temporary runtime directory")?;
         let address = Address::in_directory(directory.path().join("run"));
@@ -85,6 +93,7 @@ impl OwnDaemon {
             .arg(directory.path())
             .args(["serve", "--http-address", "off", "--log-level", "warn", "--runtime-dir"])
             .arg(directory.path().join("run"))
+            .envs(settings.iter().map(|(name, value)| (name, value)))
             .stdout(Stdio::null())
             .stderr(log)
             // An interrupt from the terminal ends the command, which then ends the daemon in its own way.

@@ -1,0 +1,220 @@
+//! `statecopy bench`: what a copy costs through the daemon, beside the same copy in the worker itself.
+//!
+//! Paired (contract: Performance method): this process is the one worker. In every trial it calls every path once, with the
+//! same inputs and the same allocation, in an order of its own; one path is measured twice under two labels.
+
+mod footprint;
+mod machine;
+mod memory;
+mod paths;
+pub(crate) mod peer;
+mod plan;
+mod record;
+mod report;
+mod statistics;
+mod trial;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::num::NonZeroUsize;
+use std::process::ExitCode;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use anyhow::Context;
+use statecopy_client::blocking::Admin;
+use statecopyd::config::Settings;
+
+use self::machine::{CpuPair, Machine, Thread, load_average, pin_to};
+use self::memory::BenchMemory;
+use self::paths::{Daemon, InProcess};
+use self::peer::Peer;
+use self::plan::{Case, Path};
+use self::record::{CaseRecord, FORMAT, Output, Record, RunSettings, Source};
+use self::trial::Bench;
+use crate::ask::{ADMIN_TIMEOUT, compiles_while_serving};
+use crate::cli::{BenchCommand, BenchOptions, BenchRunOptions, connect_options};
+use crate::failure::Failure;
+use crate::spawn::{DaemonInUse, OwnDaemon};
+use crate::terminal;
+
+/// The device process's thread that copies.
+const EXECUTOR_THREAD: &str = "executor";
+
+/// `statecopy bench`, and `statecopy bench report`.
+///
+/// # Errors
+/// When a path cannot run or copies wrong bytes, or a file cannot be read or written.
+pub(crate) fn run(options: &BenchOptions) -> anyhow::Result<ExitCode> {
+    match (&options.command, &options.run) {
+        (Some(BenchCommand::Report(options)), _) => report::run(options),
+        (None, Some(options)) => measure(options),
+        (None, None) => Err(Failure::usage("There is no --output", "Name a new file.").into()),
+    }
+}
+
+fn measure(options: &BenchRunOptions) -> anyhow::Result<ExitCode> {
+    let cases = Case::chosen(&options.cases);
+    if cases.is_empty() {
+        let names: Vec<String> = Case::all().into_iter().map(Case::name).collect();
+        let remedy = format!("Name a part of: {}", names.join(", "));
+        return Err(Failure::usage("No case has such a name", remedy).into());
+    }
+    let output = Output::create(&options.output)?;
+    let cpus = CpuPair::choose()?;
+    let copy_threads = match options.all_cores {
+        true => thread::available_parallelism().context("The CPUs of this process")?,
+        false => NonZeroUsize::MIN,
+    };
+    let mut record = empty_record(options, cpus, copy_threads)?;
+    let start = Instant::now();
+    if options.address.is_none() {
+        terminal::note("Looking at an idle daemon");
+        let idle = Duration::from_millis(options.idle_ms);
+        record.footprint = Some(footprint::look(options.sessions, idle)?);
+    }
+    // The daemon and the ping-pong's other side inherit this process's CPUs: they start before it stays on one of them.
+    let daemon = match &options.address {
+        Some(address) => DaemonInUse::Given(address.clone()),
+        None => DaemonInUse::Own(OwnDaemon::start_with(&variables(&record.settings))?),
+    };
+    let peer = Peer::start(cpus.executor)?;
+    run_cases(&cases, options, &daemon, copy_threads, peer, &mut record)?;
+    daemon.release()?;
+    record.took_s = start.elapsed().as_secs();
+    record.machine.load_average_after = load_average();
+    output.write(&record)?;
+    terminal::print(&report::table(&record))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn run_cases(
+    cases: &[Case],
+    options: &BenchRunOptions,
+    daemon: &DaemonInUse,
+    copy_threads: NonZeroUsize,
+    peer: Peer,
+    record: &mut Record,
+) -> anyhow::Result<()> {
+    let admin = Admin::connect(daemon.address().clone(), ADMIN_TIMEOUT)?;
+    let device_process = admin.inspect()?.devices.first().map(|device| device.device_process_pid);
+    let executor =
+        Thread::named(device_process.context("The daemon has no device")?, EXECUTOR_THREAD)?;
+    let (device, guard) = InProcess::open_device(copy_threads)?;
+    let memory = BenchMemory::allocate(&device, cases, options.seed)?;
+    let register = |label: &str| {
+        Daemon::register(daemon.address(), connect_options(label.to_owned()), &memory)
+    };
+    let mut bench = Bench {
+        seed: options.seed,
+        trials: options.trials,
+        in_process: InProcess::prepare(&device, guard, &memory)?,
+        ring: register("bench ring")?,
+        grpc: register("bench grpc")?,
+        memory,
+        peer,
+        executor,
+    };
+    for (path, session) in
+        [(Path::Ring, &bench.ring), (Path::Control, &bench.ring), (Path::Grpc, &bench.grpc)]
+    {
+        let transport = session.transport().to_owned();
+        record.settings.transports.insert(path.label().to_owned(), transport);
+    }
+    // Now, and not before: where one CPU may be used a client that connects decides never to spin.
+    if let Some(cpus) = record.pinning {
+        pin_to(cpus.worker)?;
+    }
+    let bar = terminal::progress(cases.len() as u64 * options.trials, "trials", false);
+    for case in cases {
+        bar.set_message(case.name());
+        let samples = bench.run(*case, || bar.inc(1))?;
+        let rows = bench.memory.cache(*case)?.1.layout.rows();
+        record.cases.push(CaseRecord::of(*case, rows));
+        record.add(*case, samples);
+    }
+    bar.finish_and_clear();
+    let entries = compiles_while_serving(&admin.inspect()?) + bench.in_process.compiler_entries();
+    record.compiler_entries_while_serving = entries;
+    if entries > 0 {
+        let sentence = format!("A compiler was entered {entries} times while the trials ran");
+        return Err(Failure::other(sentence, "No sample of this run counts.").into());
+    }
+    bench.ring.close()?;
+    bench.grpc.close()
+}
+
+fn empty_record(
+    options: &BenchRunOptions,
+    cpus: CpuPair,
+    copy_threads: NonZeroUsize,
+) -> anyhow::Result<Record> {
+    let executable = fs::read("/proc/self/exe").context("This program")?;
+    let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).context("The clock")?;
+    let [modes, paths] = Record::meanings();
+    Ok(Record {
+        format: FORMAT,
+        medians_us: BTreeMap::new(),
+        seed: options.seed,
+        trials: options.trials,
+        started_unix_s: since_1970.as_secs(),
+        took_s: 0,
+        source: Source {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            commit: options.commit.clone().or(option_env!("STATECOPY_COMMIT").map(str::to_owned)),
+            executable_blake3: blake3::hash(&executable).to_hex().to_string(),
+            profile: if cfg!(debug_assertions) { "debug" } else { "release" }.to_owned(),
+        },
+        machine: Machine::look()?,
+        pinning: (!options.all_cores).then_some(cpus),
+        settings: RunSettings {
+            copy_threads: copy_threads.get(),
+            all_cores: options.all_cores,
+            address: options.address.as_ref().map(ToString::to_string),
+            transports: BTreeMap::new(),
+            daemon: daemon_settings(options, cpus, copy_threads),
+            interval: "packed memory taken from a pool of shared regions (the host's output allocation), index and flag \
+                       handling, the copy; the output is given back outside"
+                .to_owned(),
+            before_interval: "one untimed call of the same path with the same inputs where packed is at most 4 MiB; else \
+                              one untimed empty request on paths through the daemon, so that its executor is awake; in \
+                              empty_after_sleep nothing until the executor sleeps"
+                .to_owned(),
+        },
+        footprint: None,
+        compiler_entries_while_serving: 0,
+        cases: Vec::new(),
+        modes,
+        paths,
+        samples_us: BTreeMap::new(),
+    })
+}
+
+/// What our own daemon is started with. Somebody else's has its own settings.
+fn daemon_settings(
+    options: &BenchRunOptions,
+    cpus: CpuPair,
+    copy_threads: NonZeroUsize,
+) -> BTreeMap<String, String> {
+    if options.address.is_some() {
+        return BTreeMap::new();
+    }
+    let usual = Settings::default();
+    let mut settings = vec![
+        ("copy_threads", copy_threads.to_string()),
+        ("spin_us", usual.spin_us.to_string()),
+        ("busy_poll", usual.busy_poll.to_string()),
+        ("launch_bytes_max", usual.launch_bytes_max.to_string()),
+    ];
+    if !options.all_cores {
+        settings.push(("executor_cpu", cpus.executor.to_string()));
+    }
+    settings.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}
+
+fn variables(settings: &RunSettings) -> Vec<(String, String)> {
+    let named = settings.daemon.iter();
+    named
+        .map(|(name, value)| (format!("STATECOPY_{}", name.to_uppercase()), value.clone()))
+        .collect()
+}

@@ -1,0 +1,151 @@
+//! Tables and plots of finished runs. Each file is reported by itself: medians are never combined over files or modes.
+
+mod figures;
+mod plot;
+
+use std::fmt::Write as _;
+use std::process::ExitCode;
+
+use self::figures::figures;
+use super::plan::{Mode, Path};
+use super::record::Record;
+use crate::cli::BenchReportOptions;
+use crate::terminal::{self, Table};
+
+/// `statecopy bench report`: a table and a plot for each file.
+///
+/// # Errors
+/// When a file is no record, or a plot cannot be written.
+pub(super) fn run(options: &BenchReportOptions) -> anyhow::Result<ExitCode> {
+    for (at, path) in options.files.iter().enumerate() {
+        let record = Record::read(path)?;
+        let svg = path.with_extension("svg");
+        plot::draw(&record, &svg)?;
+        let gap = if at == 0 { "" } else { "\n" };
+        terminal::print(&format!("{gap}{}\n{}", path.display(), table(&record)))?;
+        terminal::print(&format!("\nDistributions: {}\n", svg.display()))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What a person reads of one run.
+pub(super) fn table(record: &Record) -> String {
+    let mut text = conditions(record);
+    text.push_str("\nWall, median in microseconds\n");
+    text.push_str(&walls(record));
+    text.push_str("\nHost enqueue, median in microseconds\n");
+    text.push_str(&enqueues(record));
+    text.push_str(&references(record));
+    text.push_str("\nFigures\n");
+    let mut table = Table::new(["FIGURE", "MEASURED", "BOUND", "REACHED"]);
+    for figure in figures(record) {
+        let reached = if figure.is_reached() { "yes" } else { "NO" };
+        table.row([figure.what, figure.measured, figure.bound, reached.to_owned()]);
+    }
+    text.push_str(&table.render());
+    text
+}
+
+fn conditions(record: &Record) -> String {
+    let machine = &record.machine;
+    let load = |load: Option<f64>| load.map_or("?".to_owned(), |load| format!("{load:.2}"));
+    let pinning = match record.pinning {
+        Some(cpus) => format!("worker on CPU {}, executor on CPU {}", cpus.worker, cpus.executor),
+        None => "nobody pinned".to_owned(),
+    };
+    let mut text = format!(
+        "Seed {}, {} trials, {} build, {} copying thread(s) a side, {pinning}\n{}, {} CPUs, Linux {}; load {} before, {} after\n",
+        record.seed,
+        record.trials,
+        record.source.profile,
+        record.settings.copy_threads,
+        machine.cpu_model,
+        machine.cpus,
+        machine.kernel,
+        load(machine.load_average_before),
+        load(machine.load_average_after),
+    );
+    if record.source.profile != "release" {
+        text.push_str("Not a release build: these numbers say nothing about the program.\n");
+    }
+    for (path, transport) in &record.settings.transports {
+        if path == Path::Ring.label() && transport != path {
+            text.push_str("The ring carried nothing: what is called ring and control went over ");
+            text.push_str(transport);
+            text.push_str(".\n");
+        }
+    }
+    text
+}
+
+fn walls(record: &Record) -> String {
+    let mut table = Table::new([
+        "CASE",
+        "INPROC",
+        "RING",
+        "GRPC",
+        "CONTROL",
+        "INPROC PREALLOCATED",
+        "INPROC NOCHECK",
+        "RING/INPROC",
+        "CONTROL/RING",
+    ]);
+    for case in &record.cases {
+        let median = |path| record.median_us(&case.name, Mode::Wall, path);
+        let cell = |path| microseconds(median(path));
+        let ratio = |above, below| match (median(above), median(below)) {
+            (Some(above), Some(below)) => format!("{:.3}", above / below),
+            _ => String::new(),
+        };
+        table.row([
+            case.name.clone(),
+            cell(Path::Inproc),
+            cell(Path::Ring),
+            cell(Path::Grpc),
+            cell(Path::Control),
+            cell(Path::InprocPreallocated),
+            cell(Path::InprocNocheck),
+            ratio(Path::Ring, Path::Inproc),
+            ratio(Path::Control, Path::Ring),
+        ]);
+    }
+    table.render()
+}
+
+fn enqueues(record: &Record) -> String {
+    let paths = [Path::Inproc, Path::Ring, Path::Grpc, Path::Control];
+    let mut table = Table::new(["CASE", "INPROC", "RING", "GRPC", "CONTROL"]);
+    for case in &record.cases {
+        let cells = paths.map(|path| record.median_us(&case.name, Mode::HostEnqueue, path));
+        if cells.iter().any(Option::is_some) {
+            let [inproc, ring, grpc, control] = cells.map(microseconds);
+            table.row([case.name.clone(), inproc, ring, grpc, control]);
+        }
+    }
+    table.render()
+}
+
+fn references(record: &Record) -> String {
+    let mut text = String::new();
+    for path in [Path::PingpongSpin, Path::PingpongFutex, Path::Memcpy] {
+        for case in &record.cases {
+            if let Some(median) = record.median_us(&case.name, Mode::Wall, path) {
+                let named = (path.label(), &case.name, microseconds(Some(median)));
+                // Writing to a string does not fail.
+                let _written =
+                    writeln!(text, "{} in the trials of {}: {} us", named.0, named.1, named.2);
+            }
+        }
+    }
+    if text.is_empty() { text } else { format!("\nReferences, median\n{text}") }
+}
+
+/// Three significant digits at least, whatever the size.
+fn microseconds(value: Option<f64>) -> String {
+    match value {
+        None => String::new(),
+        Some(value) if value < 10.0 => format!("{value:.3}"),
+        Some(value) if value < 100.0 => format!("{value:.2}"),
+        Some(value) => format!("{value:.1}"),
+    }
+}
