@@ -43,6 +43,8 @@ pub struct Session {
     pub device: v1::DeviceDescription,
     /// The daemon's limits.
     pub limits: v1::Limits,
+    /// What carries its copies: gRPC where the daemon serves no ring, whatever was asked for.
+    pub transport: Transport,
 }
 
 /// A link with a ring is believed alive for so long after its socket was seen open.
@@ -108,13 +110,14 @@ impl Link {
         let channel = channel(address, call).await?;
         let reply = open_session(&channel, options, call).await?;
         let field = ProtocolError::Field;
-        let session = Session {
+        let mut session = Session {
             incarnation: Incarnation::parse(&reply.incarnation)
                 .map_err(|_| field("OpenReply.incarnation"))?,
             id: SessionId(reply.session_id),
             version: ProtocolVersion::agree(reply.protocol_version)?,
             device: reply.device.ok_or(field("OpenReply.device"))?,
             limits: reply.limits.ok_or(field("OpenReply.limits"))?,
+            transport: Transport::Grpc,
         };
         let device = parse_uuid(&session.device.uuid).ok_or(field("OpenReply.device.uuid"))?;
         let token = Token::parse(&reply.token).ok_or(field("OpenReply.token"))?;
@@ -123,6 +126,7 @@ impl Link {
         let socket = Arc::new(socket);
         let carrier = match ring.filter(|_| options.transport == Transport::Ring) {
             Some(ring) => {
+                session.transport = Transport::Ring;
                 let identity = Identity { incarnation: session.incarnation, session: session.id };
                 let socket = Arc::clone(&socket);
                 Carrier::Ring(RingCopies::open(ring, identity, options.spin, socket)?)

@@ -23,17 +23,18 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use statecopy_client::blocking::Admin;
+use statecopy_client::{ConnectOptions, Transport};
 use statecopyd::config::Settings;
 
 use self::machine::{CpuPair, Machine, Thread, load_average, pin_to};
 use self::memory::BenchMemory;
 use self::paths::{Daemon, InProcess};
 use self::peer::Peer;
-use self::plan::{Case, Path};
+use self::plan::Case;
 use self::record::{CaseRecord, FORMAT, Output, Record, RunSettings, Source};
 use self::trial::Bench;
 use crate::ask::{ADMIN_TIMEOUT, compiles_while_serving};
-use crate::cli::{BenchCommand, BenchOptions, BenchRunOptions, connect_options};
+use crate::cli::{BenchCommand, BenchOptions, BenchRunOptions};
 use crate::failure::Failure;
 use crate::spawn::{DaemonInUse, OwnDaemon};
 use crate::terminal;
@@ -102,25 +103,17 @@ fn run_cases(
         Thread::named(device_process.context("The daemon has no device")?, EXECUTOR_THREAD)?;
     let (device, guard) = InProcess::open_device(copy_threads)?;
     let memory = BenchMemory::allocate(&device, cases, options.seed)?;
-    let register = |label: &str| {
-        Daemon::register(daemon.address(), connect_options(label.to_owned()), &memory)
-    };
+    let register = |transport| Daemon::register(daemon.address(), transport, &memory);
     let mut bench = Bench {
         seed: options.seed,
         trials: options.trials,
         in_process: InProcess::prepare(&device, guard, &memory)?,
-        ring: register("bench ring")?,
-        grpc: register("bench grpc")?,
+        ring: register(Transport::Ring)?,
+        grpc: register(Transport::Grpc)?,
         memory,
         peer,
         executor,
     };
-    for (path, session) in
-        [(Path::Ring, &bench.ring), (Path::Control, &bench.ring), (Path::Grpc, &bench.grpc)]
-    {
-        let transport = session.transport().to_owned();
-        record.settings.transports.insert(path.label().to_owned(), transport);
-    }
     // Now, and not before: where one CPU may be used a client that connects decides never to spin.
     if let Some(cpus) = record.pinning {
         pin_to(cpus.worker)?;
@@ -171,7 +164,7 @@ fn empty_record(
             copy_threads: copy_threads.get(),
             all_cores: options.all_cores,
             address: options.address.as_ref().map(ToString::to_string),
-            transports: BTreeMap::new(),
+            worker_spin_us: ConnectOptions::default().spin.as_micros(),
             daemon: daemon_settings(options, cpus, copy_threads),
             interval: "packed memory taken from a pool of shared regions (the host's output allocation), index and flag \
                        handling, the copy; the output is given back outside"

@@ -4,10 +4,10 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use anyhow::{Context, ensure};
-use statecopy_client::blocking::{Client, Plan};
+use statecopy_client::blocking::{Client, InFlight, Plan};
 use statecopy_client::{
     Address, ConnectOptions, DataType, Flags, Indices, Layer, Moved, PlanKind, Region,
-    Registration, Request, Strides, Use,
+    Registration, Request, Strides, Transport, Use,
 };
 use statecopy_kernels::device::{self, Device as _, Launch, Launcher as _, Region as _, Slice};
 use statecopy_kernels::guard::{Door, ServingGuard};
@@ -20,6 +20,8 @@ use statecopy_kernels::signature::{ALIGNMENT_BYTES, Signature};
 use statecopy_proto::Direction;
 
 use super::memory::BenchMemory;
+use crate::cli::connect_options;
+use crate::failure::Failure;
 
 /// The name of the binding set of the batch.
 const BATCH: &str = "batch";
@@ -201,16 +203,28 @@ pub(super) struct Daemon {
 }
 
 impl Daemon {
-    /// Opens a session and registers every cache.
+    /// Opens a session whose copies that transport carries, and registers every cache.
     ///
     /// # Errors
-    /// When the daemon refuses.
+    /// When the daemon refuses, or does not serve that transport.
     pub(super) fn register(
         address: &Address,
-        options: ConnectOptions,
+        transport: Transport,
         memory: &BenchMemory,
     ) -> anyhow::Result<Self> {
+        let label = format!("bench {transport:?}").to_lowercase();
+        let options = ConnectOptions { transport, ..connect_options(label) };
         let client = Client::connect(address.clone(), options)?;
+        let carries = client.session().map(|session| session.transport);
+        ensure!(
+            carries == Some(transport),
+            Failure::other(
+                format!(
+                    "The daemon does not serve {transport:?}: a path that cannot run is an error"
+                ),
+                "Use a daemon of this version.",
+            )
+        );
         let packed = client.register_region(&memory.packed.memory, Use::Packed)?;
         let mut registration = Registration::new();
         for (name, cache) in memory.caches() {
@@ -248,9 +262,12 @@ impl Daemon {
         Ok(self.plans[call.cache].copy(call.direction, self.request(call))?)
     }
 
-    /// What carries its copies. The client has gRPC alone.
-    pub(super) const fn transport(&self) -> &'static str {
-        "grpc"
+    /// Submits, and returns when the caller may go on.
+    ///
+    /// # Errors
+    /// When the daemon refuses at once.
+    pub(super) fn submit(&self, call: &Call<'_>) -> anyhow::Result<InFlight> {
+        Ok(self.plans[call.cache].submit(call.direction, self.request(call))?)
     }
 
     /// Gives everything back.

@@ -82,8 +82,8 @@ pub(super) struct RunSettings {
     pub(super) address: Option<String>,
     /// Settings that the daemon was started with.
     pub(super) daemon: BTreeMap<String, String>,
-    /// What carried the copies of each path through the daemon: `ring` or `grpc`.
-    pub(super) transports: BTreeMap<String, String>,
+    /// How long the worker looks for an answer on the ring before it sleeps, in microseconds.
+    pub(super) worker_spin_us: u128,
     /// What is inside an interval.
     pub(super) interval: String,
     /// What happens right before one.

@@ -68,13 +68,6 @@ fn conditions(record: &Record) -> String {
     if record.source.profile != "release" {
         text.push_str("Not a release build: these numbers say nothing about the program.\n");
     }
-    for (path, transport) in &record.settings.transports {
-        if path == Path::Ring.label() && transport != path {
-            text.push_str("The ring carried nothing: what is called ring and control went over ");
-            text.push_str(transport);
-            text.push_str(".\n");
-        }
-    }
     text
 }
 

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use statecopy_client::Moved;
+use statecopy_client::blocking::InFlight;
 
 use super::machine::Thread;
 use super::memory::{BenchMemory, Packed, Pool};
@@ -212,7 +213,9 @@ impl Bench {
             (Path::Inproc | Path::InprocPreallocated, _) => self.in_process.copy(call)?,
             (Path::InprocNocheck, _) => self.in_process.copy_unchecked(call)?,
             (Path::Ring | Path::Control, Mode::Wall) => self.ring.copy(call)?,
-            (Path::Ring | Path::Control, Mode::HostEnqueue) => self.ring.copy(call)?,
+            (Path::Ring | Path::Control, Mode::HostEnqueue) => {
+                return Ok(Started::InFlight(self.ring.submit(call)?));
+            }
             (Path::Grpc, _) => self.grpc.copy(call)?,
             (Path::PingpongSpin | Path::PingpongFutex | Path::Memcpy, _) => {
                 anyhow::bail!("A reference copies no rows")
@@ -246,12 +249,14 @@ impl Bench {
 #[derive(Debug)]
 enum Started {
     Done(Moved),
+    InFlight(InFlight),
 }
 
 impl Started {
     fn finish(self) -> anyhow::Result<Moved> {
         match self {
             Self::Done(moved) => Ok(moved),
+            Self::InFlight(copy) => Ok(copy.wait()?),
         }
     }
 }
