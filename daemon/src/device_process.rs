@@ -27,6 +27,7 @@ use preparer::Preparer;
 use serving::serve;
 
 mod checks;
+mod compiled;
 mod copying;
 mod counts;
 mod executor;

@@ -12,8 +12,7 @@ use statecopy_kernels::signature::ALIGNMENT_BYTES;
 use statecopy_proto::RegionId;
 use statecopy_session::{CopyRequest, Fault, FlagSource, IndexSource, MonotonicNs, Subject};
 
-use super::plans::Regions;
-use super::table::{Bound, SessionTable, Target};
+use super::table::{Bound, Regions, SessionTable, Target};
 
 /// A range that lies in a live region, and keeps it alive.
 #[derive(Debug)]

@@ -26,7 +26,6 @@ use super::copying::Inline;
 use super::counts::RingCounts;
 use super::guard_export::GuardExport;
 use super::reply;
-use super::serving::executor_gone;
 use super::sessions::Sessions;
 use super::station::{Scope, Station, Turn};
 use super::table::SessionTable;
@@ -391,4 +390,9 @@ fn pin_to(cpu: Option<usize>) {
 
 fn not_started(error: &io::Error) -> Refusal {
     Refusal::new(RefusalCode::PrepareFailed, format!("The executor could not be started: {error}"))
+}
+
+/// The executor's thread is gone: this process ends with it.
+fn executor_gone() -> Refusal {
+    Refusal::new(RefusalCode::DeviceLost, "The executor is gone")
 }

@@ -13,128 +13,20 @@
 //! Each step consumes the one before, so nothing unsealed can reach the executor.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
 use statecopy_kernels::device::{Configuration, Device};
-use statecopy_kernels::layout::{CacheLayout, Placement};
-use statecopy_kernels::plan::{self, KernelClass, Variant};
+use statecopy_kernels::plan::{self, KernelClass};
 use statecopy_kernels::signature::Signature;
-use statecopy_proto::{BindingId, PlanKind, Refusal, RefusalCode, RegionId, SignatureHash};
+use statecopy_proto::{BindingId, Refusal, RefusalCode};
 
 use crate::record::{
-    LayerRecord, PlanInspection, PlanState, Progress, PublishedBinding, RegistrationRecord,
-    SetRecord, Stage,
+    LayerRecord, Progress, PublishedBinding, RegistrationRecord, SetRecord, Stage,
 };
-use crate::sync::{AtomicU64, Ordering};
 
+use super::compiled::{CompiledTable, Tables};
 use super::scratch;
-use super::table::{Bound, Target, Targets, Terms};
-
-/// The compiled variants of one (plan kind, signature, configuration). Immutable; shared by layers and workers.
-#[derive(Debug)]
-pub(super) struct CompiledTable<D: Device> {
-    pub(super) kind: PlanKind,
-    pub(super) signature: Signature,
-    pub(super) hash: SignatureHash,
-    pub(super) variants: D::Variants,
-    configuration: Configuration,
-    launches: [AtomicU64; Variant::ALL.len()],
-}
-
-impl<D: Device> CompiledTable<D> {
-    /// Counts a launch.
-    pub(super) fn count(&self, variant: Variant) {
-        self.launches[variant.ordinal()].fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// Checks that a layer may move to another place under this table.
-    ///
-    /// # Errors
-    /// SIGNATURE_MISMATCH naming both signatures.
-    pub(super) fn check_signature(
-        &self,
-        device: &D,
-        layer: &str,
-        placement: &Placement,
-    ) -> Result<(), Refusal> {
-        let uuid = device.description().uuid;
-        let moved = Signature::new(uuid, placement.layout().clone(), placement.offset());
-        if moved == self.signature {
-            return Ok(());
-        }
-        let sentence = format!(
-            "Layer {layer} is sealed under signature {} and cannot move to one of {}",
-            self.hash,
-            moved.hash()
-        );
-        Err(Refusal::new(RefusalCode::SignatureMismatch, sentence).about(layer))
-    }
-
-    fn serves(&self, kind: PlanKind, signature: &Signature, configuration: &Configuration) -> bool {
-        self.kind == kind && self.signature == *signature && self.configuration == *configuration
-    }
-
-    fn inspect(&self, bindings: u32) -> PlanInspection {
-        let launches = |variant: &Variant| {
-            (variant.label().to_owned(), self.launches[variant.ordinal()].load(Ordering::Relaxed))
-        };
-        PlanInspection {
-            signature: self.hash,
-            plan: self.kind,
-            layout: self.signature.layout().clone(),
-            base_mod_16: self.signature.base_mod_16(),
-            state: if bindings > 0 { PlanState::Published } else { PlanState::Sealed },
-            variants: Variant::of(self.kind).iter().map(launches).collect(),
-            bindings,
-        }
-    }
-}
-
-/// Every table that something still uses. It owns none of them.
-#[derive(Debug)]
-pub(super) struct Tables<D: Device> {
-    tables: Vec<Weak<CompiledTable<D>>>,
-}
-
-impl<D: Device> Default for Tables<D> {
-    fn default() -> Self {
-        Self { tables: Vec::new() }
-    }
-}
-
-impl<D: Device> Tables<D> {
-    fn find(
-        &self,
-        kind: PlanKind,
-        signature: &Signature,
-        configuration: &Configuration,
-    ) -> Option<Arc<CompiledTable<D>>> {
-        let mut live = self.tables.iter().filter_map(Weak::upgrade);
-        live.find(|table| table.serves(kind, signature, configuration))
-    }
-
-    fn remember(&mut self, table: &Arc<CompiledTable<D>>) {
-        self.tables.retain(|table| table.strong_count() > 0);
-        self.tables.push(Arc::downgrade(table));
-    }
-
-    /// What `statecopy status` shows. `targets`: all targets of all sessions.
-    pub(super) fn inspect<'a>(
-        &self,
-        targets: impl Iterator<Item = &'a Target<D>>,
-    ) -> Vec<PlanInspection> {
-        let mut bindings: HashMap<*const CompiledTable<D>, u32> = HashMap::new();
-        for target in targets.filter(|target| !target.is_set) {
-            *bindings.entry(Arc::as_ptr(&target.table)).or_default() += 1;
-        }
-        let count = |table: &Arc<_>| bindings.get(&Arc::as_ptr(table)).copied().unwrap_or(0);
-        let live = self.tables.iter().filter_map(Weak::upgrade);
-        live.map(|table| table.inspect(count(&table))).collect()
-    }
-}
-
-/// Regions of one session.
-pub(super) type Regions<D> = HashMap<RegionId, Arc<<D as Device>::Region>>;
+use super::table::{Bound, Regions, Target, Targets, Terms, awake};
 
 /// Layers whose variants exist and ran once.
 #[derive(Debug)]
@@ -191,14 +83,7 @@ fn prepare_layer<D: Device>(
     }
     let variants = device.compile(&KernelClass::of(kind, &signature))?;
     scratch::run_every_variant(device, kind, &variants, &signature)?;
-    let table = Arc::new(CompiledTable {
-        kind,
-        hash: signature.hash(),
-        signature,
-        variants,
-        configuration: snapshot.clone(),
-        launches: Default::default(),
-    });
+    let table = Arc::new(CompiledTable::new(kind, signature, variants, snapshot.clone()));
     tables.remember(&table);
     Ok(table)
 }
@@ -294,16 +179,6 @@ pub(super) fn published<D: Device>(targets: &Targets<D>) -> Vec<PublishedBinding
     published
 }
 
-/// The targets that are bound to memory.
-pub(super) fn awake<D: Device>(
-    targets: &Targets<D>,
-) -> impl Iterator<Item = (BindingId, &Target<D>)> {
-    targets.iter().filter_map(|(binding, bound)| match bound {
-        Bound::Awake(target) => Some((*binding, &**target)),
-        Bound::Asleep => None,
-    })
-}
-
 fn unequal(set: &SetRecord, why: &str) -> Refusal {
     let sentence = format!("Binding set {} cannot be one request: {why}", set.name);
     Refusal::new(RefusalCode::SignatureMismatch, sentence).about(set.name.clone())
@@ -316,12 +191,4 @@ fn name_layer(refusal: &Refusal, layer: &str) -> Refusal {
         format!("Layer {layer}: {}", refusal.sentence())
     };
     Refusal::new(refusal.code(), sentence).about(layer).remedied_by(refusal.remedy())
-}
-
-/// The layout of a one-row cache with the payload of another layout.
-pub(super) fn one_row(layout: &CacheLayout) -> Result<CacheLayout, Refusal> {
-    let [_, heads, values, keys] = *layout.shape();
-    let elements = layout.payload_bytes() / layout.dtype().item_bytes();
-    CacheLayout::with_page_stride(layout.dtype(), [1, heads, values, keys], elements)
-        .map_err(|error| error.to_refusal("scratch"))
 }

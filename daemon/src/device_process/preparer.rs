@@ -18,10 +18,11 @@ use crate::record::{
     RingInspection, SetRecord, Stage,
 };
 
+use super::compiled::{CompiledTable, Tables};
 use super::counts::RingCounts;
 use super::executor::ExecutorHandle;
-use super::plans::{self, CompiledTable, Regions, Tables, bind_all};
-use super::table::{Bound, SessionTable, Targets, Terms};
+use super::plans::{self, bind_all};
+use super::table::{Bound, Regions, SessionTable, Targets, Terms, awake};
 
 /// What the preparing thread keeps of one session.
 #[derive(Debug)]
@@ -234,12 +235,13 @@ impl<D: Device> Preparer<D> {
     /// Lists the compiled tables, and what the workers' rings came to.
     pub(super) fn inspect(&self) -> DeviceInspection {
         let targets = self.sessions.values().filter_map(|session| session.targets.as_deref());
-        let targets = targets.flat_map(|targets| plans::awake(targets).map(|(_, it)| it));
+        let targets = targets.flat_map(|targets| awake(targets).map(|(_, target)| target));
+        let users = targets.filter(|target| !target.is_set).map(|target| &target.table);
         let rings = self.sessions.iter().map(|(session, kept)| {
             let (copies, refusals) = kept.counts.read();
             RingInspection { session: *session, copies, refusals }
         });
-        DeviceInspection { plans: self.tables.inspect(targets), rings: rings.collect() }
+        DeviceInspection { plans: self.tables.inspect(users), rings: rings.collect() }
     }
 
     fn terms(&self) -> Terms {

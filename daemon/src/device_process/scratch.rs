@@ -4,10 +4,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use statecopy_kernels::device::{Device, Flags, Indices, Launch, Launcher, Slice};
+use statecopy_kernels::layout::CacheLayout;
 use statecopy_kernels::signature::{ALIGNMENT_BYTES, Signature};
 use statecopy_proto::{Direction, IndexWidth, PlanKind, Refusal, RefusalCode};
-
-use super::plans::one_row;
 
 /// How long one row of scratch may take before the device counts as broken.
 const SCRATCH_RUN_MAX: Duration = Duration::from_secs(30);
@@ -77,4 +76,12 @@ fn run<D: Device>(launcher: &mut D::Launcher, launch: &Launch<'_, D>) -> Result<
 
 fn failed(why: &str) -> Refusal {
     Refusal::new(RefusalCode::PrepareFailed, format!("A run on scratch failed: {why}"))
+}
+
+/// The layout of a one-row cache with the payload of another layout.
+fn one_row(layout: &CacheLayout) -> Result<CacheLayout, Refusal> {
+    let [_, heads, values, keys] = *layout.shape();
+    let elements = layout.payload_bytes() / layout.dtype().item_bytes();
+    CacheLayout::with_page_stride(layout.dtype(), [1, heads, values, keys], elements)
+        .map_err(|error| error.to_refusal("scratch"))
 }

@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 
 use statecopy_descriptors::{Connection, Doorbell, MESSAGE_BYTES_MAX};
 use statecopy_kernels::device::Device;
-use statecopy_proto::{Incarnation, Refusal, RefusalCode, SessionId};
+use statecopy_proto::{Incarnation, Refusal, SessionId};
 use statecopy_session::{
     Executor as Ring, Identity, LayoutError, Parameters, SessionMemory, Waker,
 };
@@ -171,9 +171,4 @@ fn done(outcome: Result<(), Refusal>) -> Vec<Reply> {
         Ok(()) => Reply::Done,
         Err(refusal) => Reply::Refused((&refusal).into()),
     }]
-}
-
-/// The executor's thread is gone: this process ends with it.
-pub(super) fn executor_gone() -> Refusal {
-    Refusal::new(RefusalCode::DeviceLost, "The executor is gone")
 }

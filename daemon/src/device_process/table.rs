@@ -9,7 +9,10 @@ use statecopy_proto::{BindingId, Refusal, RefusalCode, RegionId};
 
 use crate::record::LayerRecord;
 
-use super::plans::{CompiledTable, Regions, awake};
+use super::compiled::CompiledTable;
+
+/// Regions of one session.
+pub(super) type Regions<D> = HashMap<RegionId, Arc<<D as Device>::Region>>;
 
 /// One layer, or the layers of one set, bound to memory under a sealed table.
 #[derive(Debug)]
@@ -118,6 +121,16 @@ impl<D: Device> Target<D> {
     pub(super) fn lies_in(&self, region: RegionId) -> bool {
         self.placements.iter().any(|(id, ..)| *id == region)
     }
+}
+
+/// The targets that are bound to memory.
+pub(super) fn awake<D: Device>(
+    targets: &Targets<D>,
+) -> impl Iterator<Item = (BindingId, &Target<D>)> {
+    targets.iter().filter_map(|(binding, bound)| match bound {
+        Bound::Awake(target) => Some((*binding, &**target)),
+        Bound::Asleep => None,
+    })
 }
 
 fn unknown(layer: &LayerRecord) -> Refusal {
