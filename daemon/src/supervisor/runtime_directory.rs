@@ -2,7 +2,7 @@
 //!
 //! | file | what it is |
 //! | --- | --- |
-//! | `statecopyd.lock` | an empty file with an flock. The device processes inherit its descriptor: the next daemon starts only when they and the supervisor are all gone |
+//! | `statecopyd.lock` | an empty file with an flock. The device processes inherit its descriptor: the next daemon starts only when they and the supervisor are all gone, and waits a moment for device processes that are about to end |
 //! | `statecopyd.sock` | gRPC |
 //! | `statecopyd.fds.sock` | descriptors |
 //!
@@ -21,6 +21,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{
     AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, Stat, chmod, fchmod, flock, fstat, mkdir,
@@ -38,6 +39,9 @@ const DESCRIPTOR_SOCKET: &str = "statecopyd.fds.sock";
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 /// How often the lock is taken again because its path names another file by then.
 const LOCK_ATTEMPTS: u32 = 8;
+/// How long a start waits for the device process of a dead daemon to end.
+const DYING_MAX: Duration = Duration::from_secs(3);
+const DYING_PAUSE: Duration = Duration::from_millis(20);
 
 /// Why the directory cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -134,7 +138,7 @@ impl RuntimeDirectory {
             return Err(refused(path, "may be written by its group or by others"));
         }
         let place = Arc::new(Place { path: path.to_owned(), directory });
-        let lock = Arc::new(place.take_lock()?);
+        let lock = Arc::new(place.take_lock(DYING_MAX)?);
         if shared {
             let entering = Mode::RWXU | Mode::XGRP | Mode::XOTH;
             fchmod(&place.directory, entering).map_err(system(path, "let other users enter"))?;
@@ -197,7 +201,7 @@ impl RuntimeDirectory {
 
 impl Place {
     /// Opens and locks the lock file, and makes sure that its path still names it.
-    fn take_lock(&self) -> Result<OwnedFd> {
+    fn take_lock(&self, patience: Duration) -> Result<OwnedFd> {
         let path = self.path.join(LOCK);
         let flags =
             OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK;
@@ -212,7 +216,7 @@ impl Place {
             };
             let stat = fstat(&lock).map_err(system(&path, "look at the lock"))?;
             check_file(&path, &stat, FileType::RegularFile, "is no regular file")?;
-            match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
+            match self.lock_within(&lock, patience) {
                 Ok(()) => {}
                 Err(Errno::WOULDBLOCK) => {
                     let directory = self.path.clone();
@@ -228,6 +232,19 @@ impl Place {
             }
         }
         Err(refused(&path, "is replaced again and again"))
+    }
+
+    /// Locks an open lock file; waits so long for the device process of a dead daemon to end, but for no daemon that serves.
+    fn lock_within(&self, lock: &OwnedFd, patience: Duration) -> std::result::Result<(), Errno> {
+        let until = Instant::now() + patience;
+        loop {
+            let locked = flock(lock, FlockOperation::NonBlockingLockExclusive);
+            let dying = || Instant::now() < until && is_stale(&self.path.join(CONTROL_SOCKET));
+            if locked != Err(Errno::WOULDBLOCK) || !dying() {
+                return locked;
+            }
+            std::thread::sleep(DYING_PAUSE);
+        }
     }
 
     /// Takes a dead daemon's socket away.
@@ -268,7 +285,7 @@ impl Drop for LockFile {
         // A device process may still hold the lock by the descriptor that it inherited. Then the file stays, and with it the
         // lock: whoever took it away now would let the next daemon start beside that process. Who can take the lock once
         // more is alone. The file goes while it is locked: whoever waits for it finds its path gone and makes a new one.
-        if let Ok(_alone) = self.0.take_lock() {
+        if let Ok(_alone) = self.0.take_lock(Duration::ZERO) {
             self.0.remove(LOCK, FileType::RegularFile);
         }
     }

@@ -54,6 +54,21 @@ fn a_second_daemon_is_refused_while_the_first_one_lives() {
 }
 
 #[test]
+fn a_start_waits_for_a_device_process_that_is_about_to_end() {
+    let (_parent, path) = fresh();
+    let first = RuntimeDirectory::open(&path, false).unwrap();
+    let inherited = first.lock().try_clone().unwrap();
+    drop(first);
+    let next = std::thread::spawn({
+        let path = path.clone();
+        move || RuntimeDirectory::open(&path, false).map(drop)
+    });
+    assert!(!next.is_finished(), "the lock is held");
+    drop(inherited);
+    next.join().unwrap().unwrap();
+}
+
+#[test]
 fn the_lock_and_its_file_last_while_a_device_process_holds_its_descriptor() {
     let (_parent, path) = fresh();
     let mut first = RuntimeDirectory::open(&path, false).unwrap();
