@@ -1,6 +1,6 @@
 //! A session, spoken by hand.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use statecopy_descriptors::{ChannelError, Connection};
@@ -31,6 +31,7 @@ pub struct Session {
     /// What the daemon said when it was opened.
     pub opened: OpenReply,
     connection: Connection,
+    ring: Vec<OwnedFd>,
     next_tag: u64,
 }
 
@@ -57,9 +58,10 @@ impl Session {
         let opened = wire.ask(wire.sessions().open(request)).map_err(|status| refusal(&status))?;
         let connection = Self::dial(Path::new(&opened.descriptor_socket));
         let token = Token::parse(&opened.token).expect("a token");
-        let answer = Self::exchange(&connection, &WorkerRecord::Attach { token }.encode(), &[]);
-        assert_eq!(answer, Some(DaemonRecord::Attached));
-        Ok(Self { wire: wire.clone(), opened, connection, next_tag: 1 })
+        connection.send(&WorkerRecord::Attach { token }.encode(), &[]).expect("it listens");
+        let (answer, ring) = hear_all(&connection).expect("an answer");
+        assert_eq!(answer, DaemonRecord::Attached);
+        Ok(Self { wire: wire.clone(), opened, connection, ring, next_tag: 1 })
     }
 
     /// Connects to a descriptor socket, and says nothing.
@@ -82,6 +84,12 @@ impl Session {
     #[must_use]
     pub fn connection(&self) -> &Connection {
         &self.connection
+    }
+
+    /// What came when it was attached: session memory, the executor's doorbell, a pidfd of the device process.
+    #[must_use]
+    pub fn ring(&self) -> &[OwnedFd] {
+        &self.ring
     }
 
     /// Its id.
@@ -267,8 +275,12 @@ impl Session {
     }
 }
 
-/// The next record, but for the news of another device process, which comes by itself.
 fn hear(connection: &Connection) -> Option<DaemonRecord> {
+    hear_all(connection).map(|(said, _)| said)
+}
+
+/// The next record and its descriptors, but for the news of another device process, which comes by itself.
+fn hear_all(connection: &Connection) -> Option<(DaemonRecord, Vec<OwnedFd>)> {
     let mut record = [0; RECORD_BYTES_MAX];
     loop {
         let received = match connection.receive(&mut record, ATTACHED_DESCRIPTORS as usize) {
@@ -278,7 +290,7 @@ fn hear(connection: &Connection) -> Option<DaemonRecord> {
         };
         let said = DaemonRecord::decode(&record[..received.bytes]).expect("a record of the daemon");
         if said != DaemonRecord::DeviceProcess {
-            return Some(said);
+            return Some((said, received.descriptors));
         }
     }
 }

@@ -113,7 +113,7 @@ impl Rig {
     }
 
     fn executor(&self) -> Executor {
-        self.memory.resume_executor(Waker::Futex).unwrap()
+        self.memory.resume_executor(Waker::Futex)
     }
 
     /// An executor on a thread of its own, until so many were answered: with as many rows as were selected.

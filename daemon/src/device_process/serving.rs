@@ -122,7 +122,7 @@ fn open_ring(
     let memory = SessionMemory::attach(memory, sizes, identity).map_err(broken)?;
     let ring = match resumed {
         false => memory.executor(Waker::Futex),
-        true => memory.resume_executor(Waker::Futex).map_err(|_| LinkError::OutOfTurn("a ring"))?,
+        true => memory.resume_executor(Waker::Futex),
     };
     let bell = Doorbell::from_fd(executor_bell).map_err(|_| LinkError::OutOfTurn("no doorbell"))?;
     Ok((ring, bell))

@@ -440,11 +440,11 @@ fn a_copy_runs_again_after_one_death_and_is_lost_after_the_second() {
         request.deadline = MonotonicNs(1_000_000_000);
         let sequence = ring.try_submit(&request, &0_i32.to_ne_bytes(), &[]).unwrap();
         for _ in 0..deaths {
-            let mut dead = memory.resume_executor(Waker::Futex).unwrap();
+            let mut dead = memory.resume_executor(Waker::Futex);
             dead.take().unwrap().unwrap();
             dead.accept(sequence);
         }
-        let executor = memory.resume_executor(Waker::Futex).unwrap();
+        let executor = memory.resume_executor(Waker::Futex);
         rig.preparer.open_session(WORKER, executor, bell).unwrap();
         let answer = ring.wait(sequence, Spin::NONE, Duration::from_secs(10)).unwrap().unwrap();
         let rows = answer.result.map(|moved| moved.rows_copied).map_err(|fault| fault.code);

@@ -25,7 +25,7 @@ use crate::counters::Counters;
 use crate::link::{LinkError, Reply, Request};
 
 use super::device::{BrokenRing, Command, DeviceChannels, DeviceHandle, DeviceState};
-use calls::{Call, Outcome};
+use calls::{Call, Outcome, Replayed};
 use copies::Copies;
 use process::{DeviceProcess, Setup, Spawner, StartError};
 use records::Records;
@@ -229,9 +229,7 @@ impl Keeper {
 
     fn hear(&mut self, (id, reply): (u64, Reply)) -> Result<(), LinkError> {
         if let Reply::RingBroken { session, reason } = reply {
-            warn!(%session, reason, "A worker's ring makes no sense any more");
-            // Without a listener there is no session to end.
-            self.channels.broken_rings.send(BrokenRing { session, reason }).ok();
+            self.tell_broken(BrokenRing { session, reason });
             return Ok(());
         }
         let Some(call) = self.calls.front_mut().filter(|call| call.sent && call.id == id) else {
@@ -246,6 +244,13 @@ impl Keeper {
             }
         }
         Ok(())
+    }
+
+    fn tell_broken(&self, ring: BrokenRing) {
+        let BrokenRing { session, reason } = &ring;
+        warn!(%session, reason, "A worker's ring makes no sense any more");
+        // Without a listener there is no session to end.
+        self.channels.broken_rings.send(ring).ok();
     }
 
     /// Starts the next device process, with growing pauses; `None` when there will be none.
@@ -296,11 +301,12 @@ impl Keeper {
             self.take(Some(command));
         }
         match started? {
-            Ok((process, refused)) => {
-                for (session, refusal) in refused {
+            Ok((process, replayed)) => {
+                for (session, refusal) in replayed.refused {
                     error!(%session, %refusal, "A session's layers did not come back");
                     self.records.withdraw(session);
                 }
+                replayed.broken.into_iter().for_each(|ring| self.tell_broken(ring));
                 Some(Ok(process))
             }
             Err(error) => Some(Err(error)),
@@ -312,13 +318,13 @@ impl Keeper {
         pause: Duration,
         requests: Vec<(SessionId, Vec<records::Message>)>,
         calls: &mut Vec<Command>,
-    ) -> Option<Result<(DeviceProcess, Vec<(SessionId, Refusal)>), StartError>> {
+    ) -> Option<Result<(DeviceProcess, Replayed), StartError>> {
         let Self { spawner, setup, channels, copies, ending, .. } = self;
         let starting = async {
             tokio::time::sleep(pause).await;
             let (mut process, _) = DeviceProcess::start(spawner, setup).await?;
-            let refused = calls::replay(&mut process, requests).await?;
-            Ok::<_, StartError>((process, refused))
+            let replayed = calls::replay(&mut process, requests).await?;
+            Ok::<_, StartError>((process, replayed))
         };
         tokio::pin!(starting);
         loop {

@@ -12,7 +12,7 @@ use crate::layout::{
     ABI_VERSION, COMPLETION_ANSWER, COMPLETION_STATE, EXECUTOR_SLEEPING, Header, Identity,
     LayoutError, MAGIC, Parameters, SUBMITTED, SUBMITTER_SLEEPING, WAKE,
 };
-use crate::ring::{RingBroken, SubmitterRing, TakerRing, Words};
+use crate::ring::{SubmitterRing, TakerRing, Words};
 use crate::submitter::Submitter;
 use crate::sync::{Word32, Word64};
 
@@ -149,12 +149,11 @@ impl SessionMemory {
     }
 
     /// The executor's end after an earlier executor died (its process is known dead): every request that was not answered is
-    /// taken again, in order.
-    ///
-    /// # Errors
-    /// [`RingBroken`] when the words cannot be a ring's.
-    pub fn resume_executor(&self, waker: Waker) -> Result<Executor, RingBroken> {
-        Ok(Executor::new(TakerRing::resume(self.words())?, waker))
+    /// taken again, in order. When the words cannot be a ring's, the first [`Executor::take`] says so: what a peer wrote is
+    /// no reason to serve nobody.
+    #[must_use]
+    pub fn resume_executor(&self, waker: Waker) -> Executor {
+        Executor::new(TakerRing::resume(self.words()), waker)
     }
 
     pub(crate) fn words(&self) -> MappedWords {

@@ -334,14 +334,14 @@ impl<W: Words> TakerRing<W> {
     /// answered. That word is the very one that the submitter reads, so no answer that was seen is given again. A submitter
     /// that writes into it misleads nobody but itself.
     ///
-    /// # Errors
-    /// [`RingBroken::Jumped`] when `submitted` cannot be a count.
-    pub fn resume(words: W) -> Result<Self, RingBroken> {
+    /// When `submitted` cannot be a count, the ring is broken from the start, as [`TakerRing::take`] tells.
+    pub fn resume(words: W) -> Self {
         let mut ring = Self::new(words);
         // SYNC: acquires the descriptors, as in `take`.
         let submitted = ring.words.submitted().load_acquire();
         if submitted > SEQUENCE_MAX {
-            return Err(RingBroken::Jumped { taken: 0, submitted, slots: ring.slots });
+            ring.broken = Some(RingBroken::Jumped { taken: 0, submitted, slots: ring.slots });
+            return ring;
         }
         ring.taken = submitted.saturating_sub(ring.slots);
         ring.inherited = submitted;
@@ -356,7 +356,7 @@ impl<W: Words> TakerRing<W> {
                 _ => Before::Died(0),
             };
         }
-        Ok(ring)
+        ring
     }
 
     /// Where the words live.

@@ -5,7 +5,7 @@ use statecopy_proto::{Refusal, RefusalCode, SessionId};
 use crate::link::{LinkError, Reply, Request};
 use crate::record::{DeviceInspection, Progress, PublishedBinding};
 
-use super::super::device::{Answer, Command};
+use super::super::device::{Answer, BrokenRing, Command};
 use super::process::{self, DeviceProcess, StartError};
 use super::records::{self, Message, Records};
 
@@ -225,18 +225,31 @@ impl Call {
     }
 }
 
-/// Tells a new device process everything again. A session whose layers are refused is named; its regions stay.
+/// What a new device process had to say to the records.
+#[derive(Debug, Default)]
+pub(super) struct Replayed {
+    /// Sessions whose layers were refused; their regions stay.
+    pub(super) refused: Vec<(SessionId, Refusal)>,
+    /// Rings that broke while no device process looked at them. It serves the others all the same.
+    pub(super) broken: Vec<BrokenRing>,
+}
+
+/// Tells a new device process everything again.
 pub(super) async fn replay(
     process: &mut DeviceProcess,
     requests: Vec<(SessionId, Vec<Message>)>,
-) -> Result<Vec<(SessionId, Refusal)>, StartError> {
-    let mut refused = Vec::new();
+) -> Result<Replayed, StartError> {
+    let mut replayed = Replayed::default();
     for (session, messages) in requests {
         let id = process.next_id();
         process.send(id, &messages).await?;
         let mut call = Call::shutdown();
         loop {
             let (answered, reply) = process::receive(&process.link).await?;
+            if let Reply::RingBroken { session, reason } = reply {
+                replayed.broken.push(BrokenRing { session, reason });
+                continue;
+            }
             if answered != id {
                 return Err(LinkError::OutOfTurn("an answer that nobody waits for").into());
             }
@@ -245,8 +258,8 @@ pub(super) async fn replay(
             }
         }
         if let Some(refusal) = call.heard.refused {
-            refused.push((session, refusal));
+            replayed.refused.push((session, refusal));
         }
     }
-    Ok(refused)
+    Ok(replayed)
 }

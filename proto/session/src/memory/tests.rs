@@ -14,7 +14,7 @@ use crate::descriptor::{CopyRequest, FlagSource, IndexSource, Indices, Packed};
 use crate::executor::{Taken, Waker};
 use crate::fault::Subject;
 use crate::layout::{COMPLETIONS, INLINE_BYTES_MAX, SLOTS_MAX, TIMELINE};
-use crate::ring::{RingFull, StateBroken};
+use crate::ring::{RingBroken, RingFull, StateBroken};
 use crate::submitter::{PollError, Progress, SubmitError, WaitError};
 use crate::watch::Spin;
 use crate::{AnswerError, Sequence};
@@ -284,7 +284,7 @@ fn the_next_executor_takes_again_what_was_not_answered_and_nothing_else() {
 
     let fd = ends.sealed.try_clone_fd().unwrap();
     let memory = SessionMemory::attach(fd, ends.peer.parameters(), identity()).unwrap();
-    let mut executor = memory.resume_executor(Waker::Futex).unwrap();
+    let mut executor = memory.resume_executor(Waker::Futex);
     assert!(!executor.prepare_sleep());
     let again: Vec<u64> =
         (0..3).map(|_| executor.take().unwrap().unwrap().sequence.get()).collect();
@@ -298,13 +298,16 @@ fn the_next_executor_takes_again_what_was_not_answered_and_nothing_else() {
         assert_eq!(ends.submitter.poll(sequence), Ok(answered));
     }
     // And the one after it finds nothing to do, then goes on where the ring is.
-    let mut executor = memory.resume_executor(Waker::Futex).unwrap();
+    let mut executor = memory.resume_executor(Waker::Futex);
     assert_eq!(executor.take(), Ok(None));
     let fifth = ends.submitter.try_submit(&plain(), &[], &[]).unwrap();
     assert_eq!(executor.take().unwrap().unwrap().sequence, fifth);
     let jumped = ends.peer.mapping().atomic_u64(SUBMITTED).unwrap();
     jumped.store(u64::MAX, Ordering::Relaxed);
-    assert!(matches!(memory.resume_executor(Waker::Futex), Err(RingBroken::Jumped { .. })));
+    // Broken from the start, and it stays so.
+    let mut executor = memory.resume_executor(Waker::Futex);
+    jumped.store(5, Ordering::Relaxed);
+    assert!(matches!(executor.take(), Err(RingBroken::Jumped { submitted: u64::MAX, .. })));
 }
 
 #[test]
@@ -314,7 +317,7 @@ fn the_next_executors_know_how_many_died_under_a_request() {
     for died in 0..4 {
         let mut executor = match died {
             0 => ends.peer.executor(Waker::Futex),
-            _ => ends.peer.resume_executor(Waker::Futex).unwrap(),
+            _ => ends.peer.resume_executor(Waker::Futex),
         };
         assert_eq!(executor.take().unwrap().unwrap().sequence, begun);
         assert_eq!(executor.deaths(begun), died.min(2));
@@ -324,7 +327,7 @@ fn the_next_executors_know_how_many_died_under_a_request() {
         assert_eq!(executor.take().unwrap().unwrap().sequence, never);
         assert_eq!(executor.deaths(never), 0);
     }
-    let mut executor = ends.peer.resume_executor(Waker::Futex).unwrap();
+    let mut executor = ends.peer.resume_executor(Waker::Futex);
     for sequence in [begun, never] {
         executor.take().unwrap().unwrap();
         executor.answer(sequence, &moved(1));
@@ -347,7 +350,7 @@ fn a_submitter_sleeps_on_the_futex_until_its_answer_comes() {
     let slice = ends.submitter.wait(sequence, Spin::NONE, Duration::from_millis(1));
     assert_eq!(slice.unwrap(), None, "nobody answers yet");
 
-    let mut executor = ends.peer.resume_executor(Waker::Futex).unwrap();
+    let mut executor = ends.peer.resume_executor(Waker::Futex);
     let sleeping = ends.peer.mapping().atomic_u32(SUBMITTER_SLEEPING).unwrap();
     assert_eq!(sleeping.load(Ordering::Relaxed), 0, "whoever gave up is awake");
     let mut submitter = ends.submitter;
