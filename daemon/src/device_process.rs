@@ -32,6 +32,8 @@ mod copying;
 mod counts;
 mod executor;
 mod guard_export;
+#[cfg(any(test, feature = "hostile"))]
+pub mod hostile;
 mod plans;
 mod preparer;
 mod scratch;

@@ -27,6 +27,8 @@ use crate::record::{
 use super::executor::{self, Setup};
 use super::preparer::Preparer;
 
+mod storm;
+
 const WORKER: SessionId = SessionId(1);
 const CACHE: RegionId = RegionId(1);
 const PACKED: RegionId = RegionId(2);
