@@ -4,7 +4,7 @@ mod report;
 pub(crate) mod worker;
 
 use std::io::{BufRead, BufReader};
-use std::process::{Child, ExitCode, Stdio};
+use std::process::{Child, ExitCode, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Sender};
 use std::thread;
 use std::time::Instant;
@@ -87,18 +87,26 @@ fn run_workers(options: &DemoOptions, daemon: &DaemonInUse) -> anyhow::Result<Ve
     }
     drop(sender);
     let mut reports = Vec::new();
-    for message in messages {
-        take(message?, &bar, &mut reports)?;
-    }
-    for mut process in processes {
-        let status = process.0.wait().context("Waiting for a worker")?;
-        if !status.success() {
-            let sentence = format!("A worker ended with {status} and said nothing");
-            return Err(Failure::other(sentence, "").into());
+    // The first that fails ends all: the processes are dropped.
+    for (number, output) in messages {
+        match output {
+            Output::Said(message) => take(message?, &bar, &mut reports)?,
+            Output::Ended => {
+                let process = processes.get_mut(number as usize).context("No such worker")?;
+                let status = process.0.wait().context("Waiting for a worker")?;
+                ended(number, status)?;
+            }
         }
     }
     bar.finish_and_clear();
     Ok(reports)
+}
+
+/// What a thread that reads a worker's output tells.
+#[derive(Debug)]
+enum Output {
+    Said(anyhow::Result<Message>),
+    Ended,
 }
 
 fn take(
@@ -114,12 +122,24 @@ fn take(
     Ok(())
 }
 
+/// A worker that fails says so and ends well; one that does not was stopped by something else.
+fn ended(number: u32, status: ExitStatus) -> Result<(), Failure> {
+    if status.success() {
+        return Ok(());
+    }
+    Err(Failure::other(
+        format!("Worker {number} ended before it was done: {status}"),
+        "If nobody killed it, the kernel's log tells why (out of memory?); fewer --workers, --layers or --rows need less \
+         memory.",
+    ))
+}
+
 /// Starts a worker and a thread that reads its messages until it ends.
 fn start_worker(
     options: &DemoOptions,
     daemon: &DaemonInUse,
     number: u32,
-    messages: Sender<anyhow::Result<Message>>,
+    messages: Sender<(u32, Output)>,
 ) -> anyhow::Result<WorkerProcess> {
     let (rows, selected) = sizes(options);
     let mut command = spawn::again("demo-worker");
@@ -146,10 +166,12 @@ fn start_worker(
             let message = line
                 .context("A worker's output")
                 .and_then(|line| serde_json::from_str(&line).context("A worker's message"));
-            if messages.send(message).is_err() {
+            if messages.send((number, Output::Said(message))).is_err() {
                 return;
             }
         }
+        // Without a listener the demonstration has ended already.
+        let _told = messages.send((number, Output::Ended));
     });
     Ok(WorkerProcess(child))
 }

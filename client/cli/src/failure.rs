@@ -6,6 +6,8 @@ use std::process::ExitCode;
 use serde::{Deserialize, Serialize};
 use statecopy_client::Error;
 
+use crate::terminal::{plain, plain_lines};
+
 /// Bytes were not what they must be.
 pub(crate) const EXIT_MISMATCHES: u8 = 1;
 /// Wrong usage or input.
@@ -52,10 +54,11 @@ impl Failure {
     fn of_client(error: &Error) -> Self {
         let exit = error.code().map_or(EXIT_FAILED, statecopy_client::RefusalCode::exit_code);
         let sentence = match error {
+            // A refusal's sentence carries names that a worker chose.
             Error::Refused(refusal) => format!("{}: {}", refusal.code(), refusal.sentence()),
             other => with_sources(other),
         };
-        Self { exit, sentence, remedy: error.remedy().to_owned() }
+        Self { exit, sentence: plain(&sentence), remedy: plain(error.remedy()) }
     }
 }
 
@@ -64,9 +67,9 @@ pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     let failure = Failure::of(error);
     let mut stderr = io::stderr().lock();
     // There is nobody left to tell when standard error is closed.
-    let _told = writeln!(stderr, "statecopy: {}", failure.sentence);
+    let _told = writeln!(stderr, "statecopy: {}", plain(&failure.sentence));
     if !failure.remedy.is_empty() {
-        let _told = writeln!(stderr, "  {}", failure.remedy);
+        let _told = writeln!(stderr, "  {}", plain_lines(&failure.remedy));
     }
     ExitCode::from(failure.exit)
 }
@@ -104,6 +107,15 @@ mod tests {
             assert_eq!(failure.sentence, format!("{code}: Layer a is wrong"));
             assert_eq!(failure.remedy, "Do it.");
         }
+    }
+
+    #[test]
+    fn a_name_in_a_refusal_cannot_steer_the_terminal() {
+        let refusal = Refusal::new(RefusalCode::LayoutInvalid, "Layer \x1b[2J\nx has no rows");
+        let error = Error::from(refusal.remedied_by("Correct \x1b[2J\nx."));
+        let failure = Failure::of(&error.into());
+        assert_eq!(failure.sentence, r"LAYOUT_INVALID: Layer \u{1b}[2J\u{a}x has no rows");
+        assert_eq!(failure.remedy, r"Correct \u{1b}[2J\u{a}x.");
     }
 
     #[test]

@@ -23,9 +23,9 @@ impl Table {
         Self::default()
     }
 
-    /// Adds a row.
+    /// Adds a row. A cell is one line, whatever a worker put into it.
     pub(crate) fn row<const N: usize>(&mut self, cells: [String; N]) {
-        self.rows.push(Vec::from(cells));
+        self.rows.push(cells.map(|cell| plain(&cell)).to_vec());
     }
 
     /// Whether there is nothing but a heading.
@@ -95,11 +95,45 @@ pub(crate) fn bytes(value: u64) -> String {
     }
 }
 
-/// Writes text to standard output.
+/// Text as one line that a terminal only shows. Labels and names of layers are any worker's choice: what would move the
+/// cursor, start an escape sequence, break the line or turn its direction is shown as `\u{1b}`.
+pub(crate) fn plain(text: &str) -> String {
+    escaped(text, |character| character.escape_unicode().to_string())
+}
+
+/// The same for text of several lines of this program's own.
+pub(crate) fn plain_lines(text: &str) -> String {
+    text.split('\n').map(plain).collect::<Vec<_>>().join("\n")
+}
+
+fn escaped(text: &str, escape: impl Fn(char) -> String) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for character in text.chars() {
+        if is_invisible(character) {
+            shown.push_str(&escape(character));
+        } else {
+            shown.push(character);
+        }
+    }
+    shown
+}
+
+/// Control characters, and those that only change how others are shown.
+fn is_invisible(character: char) -> bool {
+    character.is_control()
+        || matches!(character, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
+            | '\u{2060}'..='\u{206f}' | '\u{feff}')
+}
+
+/// Writes text of one or more lines to standard output.
 ///
 /// # Errors
 /// When nobody reads it.
 pub(crate) fn print(text: &str) -> anyhow::Result<()> {
+    write(&plain_lines(text))
+}
+
+fn write(text: &str) -> anyhow::Result<()> {
     let mut stdout = io::stdout().lock();
     stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).context("Standard output")
 }
@@ -109,13 +143,18 @@ pub(crate) fn print(text: &str) -> anyhow::Result<()> {
 /// # Errors
 /// When nobody reads it.
 pub(crate) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
-    print(&(serde_json::to_string_pretty(value)? + "\n"))
+    // JSON itself lets through what it need not escape, such as U+009B, which begins an escape sequence too.
+    let text = serde_json::to_string_pretty(value)?;
+    let lines = text
+        .split('\n')
+        .map(|line| escaped(line, |character| format!("\\u{:04x}", u32::from(character))));
+    write(&(lines.collect::<Vec<_>>().join("\n") + "\n"))
 }
 
 /// Tells a person something beside the result.
 pub(crate) fn note(text: &str) {
     // A closed standard error is no reason to stop.
-    let _told = writeln!(io::stderr().lock(), "{text}");
+    let _told = writeln!(io::stderr().lock(), "{}", plain_lines(text));
 }
 
 /// A bar for work of so many parts: on a terminal, and not beside JSON.
@@ -144,6 +183,19 @@ mod tests {
         assert_eq!(table.render(), expected);
         assert!(!table.is_empty());
         assert!(Table::new(["A"]).is_empty());
+    }
+
+    #[test]
+    fn what_would_steer_a_terminal_is_shown_instead() {
+        assert_eq!(
+            plain("a\x1b[2J\nb\u{9b}c\u{202e}d\x7f"),
+            r"a\u{1b}[2J\u{a}b\u{9b}c\u{202e}d\u{7f}"
+        );
+        assert_eq!(plain("Schicht 0, 層, é"), "Schicht 0, 層, é");
+        assert_eq!(plain_lines("a\nb\r\n"), "a\nb\\u{d}\n");
+        let mut table = Table::new(["NAME", "OF"]);
+        table.row(["x\ny".into(), "\x1b]0;t\x07".into()]);
+        assert_eq!(table.render(), "NAME     OF\nx\\u{a}y  \\u{1b}]0;t\\u{7}\n");
     }
 
     #[test]

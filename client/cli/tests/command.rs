@@ -185,6 +185,31 @@ fn a_killed_demonstration_takes_its_daemon_workers_and_files_with_it() {
 }
 
 #[test]
+fn a_killed_worker_ends_the_demonstration_at_once_and_is_named() {
+    let place = Place::new();
+    let arguments = ["demo", "--json", "--preset", "tiny", "--steps", "1000000"];
+    let mut command = place.command(&arguments);
+    command.stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut demo = Running(command.spawn().unwrap());
+    let runtime = place.answering_daemon();
+    let worker = wait_for(|| {
+        let status = json(&place.run(&["status", "--json", "--address", &runtime]));
+        let sessions = status["sessions"].as_array()?.clone();
+        let second = sessions.iter().find(|session| session["label"] == "demo worker 1")?;
+        second["worker_pid"].as_i64()
+    });
+    let worker = i32::try_from(worker.expect("the second worker")).unwrap();
+    let worker = rustix::process::Pid::from_raw(worker).unwrap();
+    rustix::process::kill_process(worker, rustix::process::Signal::KILL).unwrap();
+    let exit = wait_for(|| demo.0.try_wait().unwrap()).expect("the demonstration ends");
+    assert_eq!(exit.code(), Some(3));
+    let mut told = String::new();
+    demo.0.stderr.take().unwrap().read_to_string(&mut told).unwrap();
+    assert!(told.contains("Worker 1") && told.contains("SIGKILL"), "{told}");
+    assert!(told.contains("out of memory"), "{told}");
+}
+
+#[test]
 fn the_small_trace_replays_in_batches_and_layer_by_layer() {
     let place = Place::new();
     let mut rows = Vec::new();

@@ -71,6 +71,17 @@ fn the_tables_show_sessions_regions_layers_plans_and_counters() {
 }
 
 #[test]
+fn labels_and_names_of_layers_cannot_steer_the_terminal() {
+    let mut reply = reply();
+    reply.sessions[0].label = "a\x1b[2J\nSessions".into();
+    reply.sessions[0].layers[0].name = "b\u{9b}1m\r".into();
+    let text = text(&reply);
+    assert!(text.contains(r"a\u{1b}[2J\u{a}Sessions"), "{text}");
+    assert!(text.contains(r"b\u{9b}1m\u{d}"), "{text}");
+    assert!(!text.chars().any(|shown| shown.is_control() && shown != '\n'), "{text:?}");
+}
+
+#[test]
 fn an_idle_daemon_has_no_empty_tables() {
     let idle = v1::InspectReply::default();
     let text = text(&idle);
