@@ -2,12 +2,14 @@
 //!
 //! Start a daemon (`statecopyd serve`), then `cargo run --example worker -p statecopy-client`. `STATECOPY_ADDR` names the
 //! daemon's socket or runtime directory where it is not in its usual place.
-#![expect(clippy::print_stdout, reason = "an example tells what it did")]
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "an example tells what it did")]
+
+use std::process::ExitCode;
 
 use statecopy_client::blocking::Client;
 use statecopy_client::{
-    Address, ConnectOptions, DataType, Error, Flags, Indices, Layer, Registration, Request,
-    Strides, Use,
+    Address, ConnectOptions, DataType, Error, Flags, Indices, Layer, RefusalCode, Registration,
+    Request, Strides, Use,
 };
 
 /// Rows of the cache, of which at most `SELECTED_MAX` are copied by one request.
@@ -18,7 +20,16 @@ const SHAPE: [u64; 4] = [ROWS, 2, 32, 32];
 const PAYLOAD_BYTES: usize = 2 * 32 * 32 * 4;
 const PAGE_ELEMENTS: u64 = 3 * 2 * 32 * 32;
 
-fn main() -> Result<(), Error> {
+fn main() -> ExitCode {
+    let Err(error) = run() else { return ExitCode::SUCCESS };
+    match &error {
+        Error::Refused(refusal) => eprintln!("{refusal}"),
+        other => eprintln!("{other}. {}", other.remedy()),
+    }
+    ExitCode::from(error.code().map_or(3, RefusalCode::exit_code))
+}
+
+fn run() -> Result<(), Error> {
     let options = ConnectOptions { label: "example worker".to_owned(), ..Default::default() };
     let client = Client::connect(Address::from_env()?, options)?;
 

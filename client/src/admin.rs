@@ -47,7 +47,7 @@ impl Admin {
         let call = Call::new("ping", self.timeout);
         let mut stub = self.stub.clone();
         let done = async { call.answer(stub.ping(call.request(v1::PingRequest {})?)).await };
-        done.await.map_err(|failure| self.error(&call, failure))
+        done.await.map_err(|failure| self.error(&call, failure).of_question())
     }
 
     /// Everything that `statecopy status` shows.
@@ -58,7 +58,7 @@ impl Admin {
         let call = Call::new("inspect", self.timeout);
         let mut stub = self.stub.clone();
         let done = async { call.answer(stub.inspect(call.request(v1::InspectRequest {})?)).await };
-        done.await.map_err(|failure| self.error(&call, failure))
+        done.await.map_err(|failure| self.error(&call, failure).of_question())
     }
 
     /// Asks the daemon to finish what it accepted and to end: the same as SIGTERM.

@@ -98,6 +98,7 @@ impl<'a> Attempts<'a> {
         self.moved |= matches!(self.effect, Effect::Copy { .. }) && failure.is_unknown();
         self.repeats += 1;
         let allowed = self.shared.options.reregister && self.repeats <= REPEATS_MAX;
+        self.shared.hear(&failure);
         if again && allowed && self.call.left().is_some() {
             tracing::debug!(call = self.call.name, ?failure, "connecting anew");
             return Ok(());
@@ -107,7 +108,7 @@ impl<'a> Attempts<'a> {
 
     pub(crate) fn error(&self, failure: Failure) -> Error {
         let failure = if self.moved { failure.after_unknown() } else { failure };
-        self.call.error(&self.shared.address, failure)
+        self.shared.error(&self.call, failure)
     }
 
     async fn reconnect(&self, until: Instant) -> Result<Arc<Link>, Error> {
@@ -124,6 +125,7 @@ impl<'a> Attempts<'a> {
                 Ok(link) => return self.shared.adopt(link),
                 Err(failure) => failure,
             };
+            self.shared.hear(&failure);
             let next = Instant::now() + backoff;
             if !failure.is_passing() || next >= until {
                 return Err(self.error(unsent(failure)));

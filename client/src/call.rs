@@ -9,7 +9,7 @@ use tokio::time::{Instant, timeout_at};
 use tonic::{Code, ConnectError, Request, Response, Status, TimeoutExpired};
 
 use crate::address::Address;
-use crate::error::{BoxError, Error, ProtocolError};
+use crate::error::{BoxError, ConnectionError, Error, ProtocolError};
 
 /// A call of the library: several round trips may serve it, all before one deadline.
 #[derive(Debug, Clone, Copy)]
@@ -198,9 +198,11 @@ impl Call {
         match failure {
             Failure::Refused(refusal) => Error::Refused(refusal),
             Failure::NotSent(source) => {
+                let source = ConnectionError::none(source);
                 Error::Unavailable { call, address, leaves: Leaves::NothingMoved, source }
             }
             Failure::Lost(source) => {
+                let source = ConnectionError::broke(source);
                 Error::Unavailable { call, address, leaves: Leaves::Unknown, source }
             }
             Failure::Late => late(Leaves::NothingMoved),

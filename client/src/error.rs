@@ -9,8 +9,74 @@ use statecopy_proto::{Leaves, Refusal, RefusalCode};
 
 use crate::address::{Address, AddressError};
 
-/// The cause of a lost connection.
+/// The cause of a failure on this side.
 pub type BoxError = Box<dyn StdError + Send + Sync>;
+
+/// What became of the connection, in one plain sentence.
+#[derive(Debug, thiserror::Error)]
+#[error("{sentence}")]
+pub struct ConnectionError {
+    sentence: String,
+    /// What the transport said, for a log: its text is none for a user.
+    cause: BoxError,
+}
+
+impl ConnectionError {
+    /// There was no connection.
+    pub(crate) fn none(cause: BoxError) -> Self {
+        let sentence = match innermost_io(&*cause).map(io::Error::kind) {
+            Some(io::ErrorKind::NotFound) => "there is no such socket".to_owned(),
+            Some(io::ErrorKind::ConnectionRefused) => "nobody listens on the socket".to_owned(),
+            _ => said(&*cause),
+        };
+        Self { sentence, cause }
+    }
+
+    /// There was one, and it broke.
+    pub(crate) fn broke(cause: BoxError) -> Self {
+        Self { sentence: format!("the connection to the daemon broke: {}", said(&*cause)), cause }
+    }
+
+    /// Adds what the daemon said before it went away.
+    #[must_use]
+    pub(crate) fn after(mut self, refusal: &Refusal) -> Self {
+        let (code, sentence) = (refusal.code(), refusal.sentence());
+        self.sentence = format!("{} (the daemon had said: {code}: {sentence})", self.sentence);
+        self
+    }
+
+    /// What the transport said.
+    #[must_use]
+    pub fn cause(&self) -> &(dyn StdError + Send + Sync + 'static) {
+        &*self.cause
+    }
+}
+
+/// The innermost words of an error: the operating system's where it has any.
+fn said(error: &(dyn StdError + 'static)) -> String {
+    if let Some(error) = innermost_io(error) {
+        return match error.kind() {
+            io::ErrorKind::Other => error.to_string(),
+            kind => kind.to_string(),
+        };
+    }
+    let innermost = chain(error).last().unwrap_or(error);
+    match innermost.downcast_ref::<tonic::Status>() {
+        Some(status) if status.message().is_empty() => status.code().description().to_owned(),
+        Some(status) => status.message().to_owned(),
+        None => innermost.to_string(),
+    }
+}
+
+fn innermost_io<'a>(error: &'a (dyn StdError + 'static)) -> Option<&'a io::Error> {
+    chain(error).filter_map(<dyn StdError>::downcast_ref).last()
+}
+
+fn chain<'a>(
+    error: &'a (dyn StdError + 'static),
+) -> impl Iterator<Item = &'a (dyn StdError + 'static)> {
+    std::iter::successors(Some(error), |error: &&'a (dyn StdError + 'static)| (*error).source())
+}
 
 /// Why a call of this library failed.
 #[derive(Debug, thiserror::Error)]
@@ -29,9 +95,9 @@ pub enum Error {
         address: Address,
         /// What the call leaves behind: nothing when it was never sent.
         leaves: Leaves,
-        /// What the connection said.
+        /// What became of the connection.
         #[source]
-        source: BoxError,
+        source: ConnectionError,
     },
     /// This side stopped waiting.
     #[error("{call}: no answer within {} ms", after.as_millis())]
@@ -44,12 +110,11 @@ pub enum Error {
         leaves: Leaves,
     },
     /// gRPC failed without a refusal.
-    #[error("{call}: gRPC failed ({:?})", status.code())]
+    #[error("{call}: gRPC failed ({:?}): {}", status.code(), status.message())]
     Transport {
         /// The call.
         call: &'static str,
         /// What it said.
-        #[source]
         status: Box<tonic::Status>,
     },
     /// The daemon's answer is not what the two sides agreed on.
@@ -215,13 +280,39 @@ impl Error {
         }
     }
 
+    /// Adds what the daemon had said before it went away.
+    pub(crate) fn after(self, refusal: &Refusal) -> Self {
+        match self {
+            Self::Unavailable { call, address, leaves, source } => {
+                Self::Unavailable { call, address, leaves, source: source.after(refusal) }
+            }
+            other => other,
+        }
+    }
+
+    /// The same failure of a call that changes nothing and touches no buffer.
+    pub(crate) fn of_question(self) -> Self {
+        match self {
+            Self::Unavailable { call, address, source, .. } => {
+                Self::Unavailable { call, address, leaves: Leaves::NothingMoved, source }
+            }
+            Self::DeadlineExceeded { call, after, .. } => {
+                Self::DeadlineExceeded { call, after, leaves: Leaves::NothingMoved }
+            }
+            Self::Refused(refusal) if refusal.code() == RefusalCode::Unavailable => {
+                Self::Refused(refusal.remedied_by("Ask again; the daemon's log tells more."))
+            }
+            other => other,
+        }
+    }
+
     /// What to do about it.
     #[must_use]
     pub fn remedy(&self) -> &str {
         match self {
             Self::Refused(refusal) => refusal.remedy(),
             Self::Unavailable { leaves: Leaves::NothingMoved, .. } => {
-                "Start statecopyd, or correct the address; `statecopy ping` tells whether it answers."
+                "Start statecopyd, or correct the address."
             }
             Self::Unavailable { .. } => RefusalCode::Unavailable.remedy(),
             Self::DeadlineExceeded { leaves: Leaves::NothingMoved, .. } => {
@@ -253,13 +344,54 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_connection_error_is_told_in_the_words_of_the_operating_system() {
+        let io = |kind| tonic::Status::from_error(Box::new(io::Error::from(kind)));
+        let none = |kind| ConnectionError::none(io(kind).into()).to_string();
+        assert_eq!(none(io::ErrorKind::NotFound), "there is no such socket");
+        assert_eq!(none(io::ErrorKind::ConnectionRefused), "nobody listens on the socket");
+        assert_eq!(none(io::ErrorKind::PermissionDenied), "permission denied");
+        let reset = ConnectionError::broke(io(io::ErrorKind::ConnectionReset).into());
+        assert_eq!(reset.to_string(), "the connection to the daemon broke: connection reset");
+        assert!(reset.source().is_none(), "the transport's own text stays out of sight");
+        let status = ConnectionError::broke(tonic::Status::unavailable("going away").into());
+        assert_eq!(status.to_string(), "the connection to the daemon broke: going away");
+        let draining = Refusal::new(RefusalCode::Draining, "The daemon is about to end");
+        let after = ConnectionError::none(io(io::ErrorKind::NotFound).into()).after(&draining);
+        assert_eq!(
+            after.to_string(),
+            "there is no such socket (the daemon had said: DRAINING: The daemon is about to end)"
+        );
+    }
+
+    #[test]
+    fn a_question_leaves_no_buffer_to_hold() {
+        let unavailable = Error::Unavailable {
+            call: "ping",
+            address: "/run/x".parse().unwrap(),
+            leaves: Leaves::Unknown,
+            source: ConnectionError::broke("gone".into()),
+        };
+        let late = Error::DeadlineExceeded {
+            call: "ping",
+            after: Duration::ZERO,
+            leaves: Leaves::Unknown,
+        };
+        let refused = Refusal::new(RefusalCode::Unavailable, "The device process is gone");
+        for error in [unavailable, late, refused.into()] {
+            let error = error.of_question();
+            assert!(!error.remedy().contains("uffers"), "{error:?}");
+            assert!(!error.remedy().contains("statecopy ping"), "{error:?}");
+        }
+    }
+
+    #[test]
     fn an_error_of_this_side_has_the_code_that_says_what_it_leaves() {
         let address: Address = "/run/x".parse().unwrap();
         let unavailable = |leaves| Error::Unavailable {
             call: "gather",
             address: address.clone(),
             leaves,
-            source: "gone".into(),
+            source: ConnectionError::broke("gone".into()),
         };
         let late =
             |leaves| Error::DeadlineExceeded { call: "gather", after: Duration::ZERO, leaves };

@@ -63,6 +63,6 @@ impl Client {
         if failure.ends_link() {
             link.retire();
         }
-        whole.error(&self.shared.address, failure)
+        self.shared.error(whole, failure)
     }
 }

@@ -68,7 +68,7 @@ mod transport;
 pub use address::{ADDRESS_VARIABLE, Address, AddressError, SOCKET_NAME};
 pub use admin::Admin;
 pub use client::Client;
-pub use error::{ArgumentError, BoxError, Error, ProtocolError};
+pub use error::{ArgumentError, BoxError, ConnectionError, Error, ProtocolError};
 pub use events::{Event, Events};
 pub use in_flight::InFlight;
 pub use link::Session;

@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
+use statecopy_proto::Refusal;
 use tokio::sync::Semaphore;
 
 use crate::address::Address;
+use crate::call::{Call, Failure};
 use crate::error::{ArgumentError, Error};
 use crate::link::Link;
 use crate::lock::lock;
@@ -27,6 +29,8 @@ pub(crate) struct Shared {
 pub(crate) struct State {
     link: Option<Arc<Link>>,
     closed: bool,
+    /// What the daemon said last that ends a link, until the next one.
+    last_refusal: Option<Refusal>,
     pub(crate) regions: BTreeMap<RegionKey, Arc<RegionRecord>>,
     pub(crate) registration: Option<RegistrationRecord>,
     last_region: u64,
@@ -118,7 +122,27 @@ impl Shared {
             return Err(Error::Closed);
         }
         state.link = Some(Arc::clone(&link));
+        state.last_refusal = None;
         Ok(link)
+    }
+
+    /// Notes what the daemon said, if that may be why it is gone soon.
+    pub(crate) fn hear(&self, failure: &Failure) {
+        if let Failure::Refused(refusal) = failure
+            && failure.is_passing()
+        {
+            lock(&self.state).last_refusal = Some(refusal.clone());
+        }
+    }
+
+    /// The error of a call on a session, with what the daemon had said before it went away.
+    pub(crate) fn error(&self, call: &Call, failure: Failure) -> Error {
+        self.hear(&failure);
+        let error = call.error(&self.address, failure);
+        match lock(&self.state).last_refusal.as_ref() {
+            Some(refusal) => error.after(refusal),
+            None => error,
+        }
     }
 
     /// Puts on record what a link was told. A link that was opened meanwhile was not told: it is given up, and the next

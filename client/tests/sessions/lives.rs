@@ -181,6 +181,8 @@ fn a_client_that_may_not_register_again_hands_the_refusal_to_its_caller() {
     assert_eq!(error.code(), Some(RefusalCode::IncarnationMismatch));
     let error = plan.gather(worker.request()).unwrap_err();
     assert!(matches!(error, Error::Unavailable { .. }), "{error:?}");
+    let why = std::error::Error::source(&error).unwrap().to_string();
+    assert!(why.contains("the daemon had said: INCARNATION_MISMATCH"), "{why}");
     assert_eq!(daemon.seen().count("open"), 1);
 }
 
