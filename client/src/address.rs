@@ -110,7 +110,9 @@ impl Address {
     fn parse_bytes(text: &[u8]) -> Result<Self, AddressError> {
         let path = |bytes: &[u8]| PathBuf::from(OsString::from_vec(bytes.to_vec()));
         if let Some(rest) = text.strip_prefix(b"unix://").or_else(|| text.strip_prefix(b"unix:")) {
-            return Self::of_socket(path(rest));
+            let path = path(rest);
+            // Some give the scheme to a directory; where there is one, its socket is meant.
+            return if path.is_dir() { Self::in_directory(path) } else { Self::of_socket(path) };
         }
         if let Some(at) = text.windows(3).position(|window| window == b"://") {
             let scheme = String::from_utf8_lossy(&text[..at]).into_owned();
@@ -130,7 +132,7 @@ impl Address {
     }
 }
 
-/// `unix:///path` (or `unix:/path`) is a socket; a plain path is a socket when it ends in `.sock`, and otherwise a runtime directory.
+/// `unix:///path` (or `unix:/path`) is a socket, or a runtime directory where there is such a directory; a plain path is a socket when it ends in `.sock`, and otherwise a runtime directory.
 impl FromStr for Address {
     type Err = AddressError;
 
@@ -173,6 +175,14 @@ mod tests {
             socket(&"/run/x".parse::<Address>().unwrap().to_string()),
             "/run/x/statecopyd.sock"
         );
+    }
+
+    #[test]
+    fn a_uri_that_names_a_directory_means_its_socket() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().to_str().unwrap();
+        assert_eq!(socket(&format!("unix://{path}")), format!("{path}/statecopyd.sock"));
+        assert_eq!(socket(&format!("unix://{path}/other")), format!("{path}/other"));
     }
 
     #[test]

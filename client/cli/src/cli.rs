@@ -4,9 +4,12 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use clap::builder::RangedU64ValueParser;
 use clap::{Args, Parser, Subcommand};
-use statecopy_client::{Address, ConnectOptions};
+use statecopy_client::{ADDRESS_VARIABLE, Address, ConnectOptions};
 
+use crate::failure::Failure;
+use crate::replay::scheduler::CHUNK_ALIGNMENT;
 use crate::workload::preset::Preset;
 
 /// Copies recurrent states between caches and packed buffers, through a daemon.
@@ -18,7 +21,7 @@ use crate::workload::preset::Preset;
 #[command(
     version,
     after_help = "Exit codes: 0 all right; 1 mismatches were found; 2 wrong usage or input; 3 something else failed; \
-                  20 and up: the daemon refused, one code for each refusal."
+                  20 to 48: the daemon refused, one code for each refusal (docs/exit-codes.md lists them)."
 )]
 pub(crate) struct Cli {
     #[command(subcommand)]
@@ -37,7 +40,7 @@ pub(crate) enum Command {
     /// Show sessions, regions, layers, plans and counters of a daemon
     Status(StatusOptions),
     /// Ask a daemon for a sign of life; the exit code is 0 only when it answers
-    Ping(AskOptions),
+    Ping(PingOptions),
     #[command(hide = true)]
     DemoWorker(WorkerOptions),
     #[command(hide = true)]
@@ -49,7 +52,7 @@ pub(crate) enum Command {
 /// Which daemon to ask.
 #[derive(Debug, Args)]
 pub(crate) struct AskOptions {
-    /// The daemon: unix:///path, a socket's path, or its runtime directory. Without it: $STATECOPY_ADDR, then
+    /// The daemon: unix:///path, a socket's path (ending in .sock), or its runtime directory. Without it: $STATECOPY_ADDR, then
     /// $XDG_RUNTIME_DIR/statecopy, then /run/statecopy
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) address: Option<Address>,
@@ -71,9 +74,24 @@ impl AskOptions {
     pub(crate) fn address(&self) -> anyhow::Result<Address> {
         match &self.address {
             Some(address) => Ok(address.clone()),
-            None => Ok(Address::from_env().map_err(statecopy_client::Error::from)?),
+            None => Ok(Address::from_env().map_err(|error| {
+                Failure::usage(
+                    format!("{ADDRESS_VARIABLE}: {error}"),
+                    statecopy_client::Error::from(error).remedy(),
+                )
+            })?),
         }
     }
+}
+
+/// `statecopy ping`.
+#[derive(Debug, Args)]
+pub(crate) struct PingOptions {
+    #[command(flatten)]
+    pub(crate) ask: AskOptions,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 /// `statecopy status`.
@@ -89,7 +107,7 @@ pub(crate) struct StatusOptions {
 /// What a cache looks like and which daemon copies.
 #[derive(Debug, Args)]
 pub(crate) struct CacheOptions {
-    /// Use this daemon instead of starting one
+    /// Use this daemon instead of starting one: unix:///path, a socket's path (ending in .sock), or its runtime directory
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) address: Option<Address>,
     /// Seed of every random choice
@@ -164,7 +182,7 @@ pub(crate) struct ReplayOptions {
     #[arg(long, value_enum, default_value_t = Preset::Tiny)]
     pub(crate) preset: Preset,
     /// Read only so many requests of the trace
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = RangedU64ValueParser::<usize>::new().range(1..))]
     pub(crate) requests: Option<usize>,
     /// Layers that keep a state
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
@@ -172,8 +190,8 @@ pub(crate) struct ReplayOptions {
     /// Sequences that run at once
     #[arg(long, default_value_t = 128)]
     pub(crate) max_num_seqs: u32,
-    /// Prompt tokens that one step computes, of all sequences together
-    #[arg(long, default_value_t = 2_048)]
+    /// Prompt tokens that one step computes, of all sequences together; at least 64
+    #[arg(long, default_value_t = 2_048, value_parser = clap::value_parser!(u64).range(CHUNK_ALIGNMENT..))]
     pub(crate) chunk_tokens: u64,
     /// Rows of each layer's cache: running sequences and stored prefixes share them [default: 2 x max-num-seqs + 128]
     #[arg(long)]
@@ -221,14 +239,14 @@ pub(crate) struct BenchRunOptions {
     /// Let every CPU copy on both sides and pin nobody; without it one thread copies on each side
     #[arg(long)]
     pub(crate) all_cores: bool,
-    /// Use this daemon instead of starting one; its memory and idle time are not looked at
+    /// Use this daemon (unix:///path, a socket's path, or its runtime directory) instead of starting one; its memory and idle time are not looked at
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) address: Option<Address>,
     /// The commit that this program was built from, for the record
     #[arg(long, value_name = "HASH")]
     pub(crate) commit: Option<String>,
     /// Sessions over which growth of memory is measured
-    #[arg(long, value_name = "N", default_value_t = 500, value_parser = clap::builder::RangedU64ValueParser::<usize>::new().range(2..=2_000))]
+    #[arg(long, value_name = "N", default_value_t = 500, value_parser = RangedU64ValueParser::<usize>::new().range(2..=2_000))]
     pub(crate) sessions: usize,
     /// How long an idle daemon's CPU time is looked at, in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 5_000)]
@@ -275,8 +293,7 @@ mod tests {
     fn the_command_line_is_consistent_and_explains_its_exit_codes() {
         Cli::command().debug_assert();
         let help = Cli::command().render_long_help().to_string();
-        for code in
-            ["0 all right", "1 mismatches", "2 wrong usage", "3 something else", "20 and up"]
+        for code in ["0 all right", "1 mismatches", "2 wrong usage", "3 something else", "20 to 48"]
         {
             assert!(help.contains(code), "{code} is missing in:\n{help}");
         }

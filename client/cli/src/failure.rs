@@ -119,6 +119,21 @@ mod tests {
     }
 
     #[test]
+    fn the_documented_exit_codes_are_those_of_the_refusals() {
+        let document = include_str!("../../../docs/exit-codes.md");
+        let documented: Vec<&str> = document
+            .lines()
+            .filter(|line| line.starts_with("| ") && line.contains("| `"))
+            .collect();
+        let rows = RefusalCode::ALL
+            .map(|code| format!("| {} | `{code}` | {} |", code.exit_code(), code.remedy()));
+        assert_eq!(documented, rows, "the table must be:\n{}", rows.join("\n"));
+        for exit in [0, EXIT_MISMATCHES, EXIT_USAGE, EXIT_FAILED] {
+            assert!(document.contains(&format!("\n| {exit} | ")), "{exit}");
+        }
+    }
+
+    #[test]
     fn usage_is_two_and_everything_else_three() {
         let usage = anyhow::Error::from(Failure::usage("No", "Try")).context("Reading");
         assert_eq!(Failure::of(&usage).exit, EXIT_USAGE);

@@ -1,16 +1,15 @@
 //! `statecopy replay`: a request trace, scheduled as a server would, copied by the daemon and verified.
 
 mod report;
-mod scheduler;
+pub(crate) mod scheduler;
 mod trace;
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
 use indicatif::ProgressBar;
 use statecopy_client::IndexWidth;
 use statecopy_client::blocking::{Admin, Client};
@@ -81,9 +80,10 @@ fn limits(options: &ReplayOptions) -> Limits {
 /// Reads the first `requests_max` requests of a trace.
 fn read_trace(path: &Path, requests_max: Option<usize>) -> anyhow::Result<Vec<TraceRequest>> {
     let trace = || path.display().to_string();
-    let file = File::open(path).map_err(|error| {
-        Failure::usage(format!("{}: {error}", trace()), "Name a trace that can be read.")
-    })?;
+    let unreadable = |error: io::Error| {
+        Failure::usage(format!("{}: {error}", trace()), "Name a file of one JSON object a line.")
+    };
+    let file = File::open(path).map_err(unreadable)?;
     let broken = |number: usize, error: &LineError| {
         Failure::usage(
             format!("{}, line {number}: {error}", trace()),
@@ -99,7 +99,7 @@ fn read_trace(path: &Path, requests_max: Option<usize>) -> anyhow::Result<Vec<Tr
         }
         line.clear();
         let read = reader.by_ref().take(LINE_BYTES_MAX + 1).read_until(b'\n', &mut line);
-        if read.with_context(trace)? == 0 {
+        if read.map_err(unreadable)? == 0 {
             break;
         }
         if line.len() as u64 > LINE_BYTES_MAX {

@@ -166,6 +166,9 @@ fn status_and_ping_answer_while_a_demonstration_runs_and_a_given_daemon_stays() 
     assert_eq!(status["sessions"][0]["layers"].as_array().unwrap().len(), 4);
     assert_eq!(status["sessions"][0]["layers"][0]["signature"], plan["signature"]);
 
+    let pong = json(&place.run(&["ping", "--json", "--address", &format!("unix://{runtime}")]));
+    assert_eq!(pong["incarnation"], status["incarnation"]);
+    assert!(pong["uptime_ms"].is_u64() && pong["round_trip_us"].is_u64(), "{pong}");
     let guest =
         place.run(&["demo", "--json", "--preset", "tiny", "--steps", "4", "--address", &runtime]);
     assert_eq!(json(&guest)["mismatches"], 0);
@@ -257,6 +260,17 @@ fn nobody_answering_is_unavailable_with_a_remedy() {
         assert_eq!(output.status.code(), Some(46), "{output:?}");
         assert!(stderr(&output).contains("Start statecopyd"), "{output:?}");
         assert!(output.stdout.is_empty());
+    }
+}
+
+#[test]
+fn a_wrong_address_in_the_environment_is_wrong_usage() {
+    let place = Place::new();
+    for question in ["ping", "status"] {
+        let mut command = place.command(&[question]);
+        let output = command.env("STATECOPY_ADDR", "http://127.0.0.1:1").output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "{output:?}");
+        assert!(stderr(&output).contains("STATECOPY_ADDR: http:// is not spoken"), "{output:?}");
     }
 }
 

@@ -90,15 +90,27 @@ fn a_broken_line_is_named_by_its_number() {
         broken.sentence.contains("line 4") && broken.sentence.contains("input_length"),
         "{broken}"
     );
+    assert!(!broken.sentence.contains("line 1"), "{broken}");
     assert_eq!(broken.exit, EXIT_USAGE);
     assert_eq!(read_trace(file.path(), Some(2)).unwrap().len(), 2);
     assert_eq!(failure(Some(3)).sentence, broken.sentence);
 }
 
 #[test]
+fn too_few_requests_and_too_small_chunks_are_wrong_usage() {
+    for more in [["--requests", "0"], ["--chunk-tokens", "63"]] {
+        let arguments = ["statecopy", "replay", SMALL_TRACE, more[0], more[1]];
+        let error = Cli::try_parse_from(arguments).unwrap_err();
+        assert_eq!(error.exit_code(), i32::from(EXIT_USAGE), "{error}");
+    }
+}
+
+#[test]
 fn a_missing_an_empty_and_an_endless_trace_are_usage_errors() {
     let exit = |path: &Path| Failure::of(&read_trace(path, None).unwrap_err()).exit;
     assert_eq!(exit(Path::new("/nonexistent/trace.jsonl")), EXIT_USAGE);
+    let directory = tempfile::tempdir().unwrap();
+    assert_eq!(exit(directory.path()), EXIT_USAGE);
     let file = tempfile::NamedTempFile::new().unwrap();
     assert_eq!(exit(file.path()), EXIT_USAGE);
     file.as_file().set_len(LINE_BYTES_MAX + 2).unwrap();

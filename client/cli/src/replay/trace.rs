@@ -40,8 +40,11 @@ pub(crate) struct TraceRequest {
 /// What is wrong with a line.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LineError {
-    #[error("it is not the JSON object of a request: {0}")]
-    Json(#[from] serde_json::Error),
+    #[error("it is not the JSON object of a request")]
+    NotObject,
+    /// The reader's own line number is always 1 and would only mislead.
+    #[error("it is not the JSON object of a request: {what}, column {column}")]
+    Json { what: String, column: usize },
     #[error("{field} is {given}; the limit is {limit}")]
     TooLong { field: &'static str, given: u64, limit: u64 },
     #[error("input_length is 0; a prompt has at least one token")]
@@ -54,6 +57,15 @@ pub(crate) enum LineError {
     NotText,
     #[error("it is longer than {LINE_BYTES_MAX} bytes")]
     LineTooLong,
+}
+
+impl From<serde_json::Error> for LineError {
+    fn from(error: serde_json::Error) -> Self {
+        let (line, column, text) = (error.line(), error.column(), error.to_string());
+        let place = format!(" at line {line} column {column}");
+        let what = text.strip_suffix(&place).unwrap_or(&text).to_owned();
+        Self::Json { what, column }
+    }
 }
 
 #[derive(Deserialize)]
@@ -71,6 +83,10 @@ impl TraceRequest {
     /// What is wrong with it.
     pub(crate) fn parse(line: &[u8]) -> Result<Self, LineError> {
         let text = std::str::from_utf8(line).map_err(|_| LineError::NotText)?;
+        // The fields of an array would be read in their order.
+        if !text.trim_start().starts_with('{') {
+            return Err(LineError::NotObject);
+        }
         let line: Line = serde_json::from_str(text)?;
         for (field, given) in
             [("input_length", line.input_length), ("output_length", line.output_length)]
@@ -142,6 +158,8 @@ mod tests {
     fn a_broken_line_says_what_is_wrong_with_it() {
         assert!(error("{").contains("not the JSON object"));
         assert!(error("[1]").contains("not the JSON object"));
+        assert!(error("[3, 1100, 7, [5, 6, 9]]").contains("not the JSON object"));
+        assert!(error("{]").ends_with("column 2") && !error("{]").contains("line"));
         assert!(error(&GOOD.replace("timestamp", "time")).contains("timestamp"));
         assert!(error(&GOOD.replace(": 3", ": -3")).contains("-3"));
         assert!(error(&GOOD.replace("1100", "0")).contains("input_length is 0"));
