@@ -134,7 +134,10 @@ fn one_wrong_byte_ends_the_demonstration_with_exit_code_one() {
     let output =
         place.run(&["demo", "--json", "--preset", "tiny", "--steps", "4", "--inject-fault"]);
     assert_eq!(output.status.code(), Some(1), "{output:?}");
-    assert_eq!(json(&output)["mismatches"], 1);
+    let report = json(&output);
+    assert_eq!(report["mismatches"], 1);
+    let place = report["first_mismatches"][0].as_str().unwrap();
+    assert!(place.starts_with("worker 0, layer 0, row 0, byte 0 is "), "{place}");
 }
 
 #[test]

@@ -8,6 +8,7 @@ use serde::Serialize;
 use super::worker::WorkerReport;
 use crate::cli::DemoOptions;
 use crate::terminal::{Table, bytes, grouped};
+use crate::worker::cycle::PLACES_MAX;
 use crate::workload::latency::Latencies;
 
 /// The object that `--json` prints.
@@ -29,6 +30,7 @@ pub(crate) struct Report {
     scatter_us_p50: f64,
     scatter_us_p99: f64,
     pub(crate) mismatches: u64,
+    first_mismatches: Vec<String>,
     compiles_after_seal: u64,
     refusals: u64,
     seconds: f64,
@@ -49,6 +51,7 @@ impl Report {
             gather.merge(&worker.gather);
             scatter.merge(&worker.scatter);
         }
+        let places = workers.iter().flat_map(|worker| &worker.first_mismatches);
         Self {
             device: workers.first().map(|worker| worker.device.clone()).unwrap_or_default(),
             preset: options.preset.name(),
@@ -67,6 +70,7 @@ impl Report {
             scatter_us_p50: scatter.percentile_us(50.0),
             scatter_us_p99: scatter.percentile_us(99.0),
             mismatches: sum(|worker| worker.mismatches),
+            first_mismatches: places.take(PLACES_MAX).cloned().collect(),
             compiles_after_seal: compiles,
             refusals: sum(|worker| worker.refusals),
             seconds: took.as_secs_f64(),
@@ -108,6 +112,9 @@ impl fmt::Display for Report {
         line("compiled after seal", grouped(self.compiles_after_seal));
         line("refused", grouped(self.refusals));
         line("mismatches", grouped(self.mismatches));
+        for place in &self.first_mismatches {
+            line("", place.clone());
+        }
         f.write_str(&table.render())
     }
 }

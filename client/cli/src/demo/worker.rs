@@ -49,6 +49,7 @@ pub(crate) struct WorkerReport {
     pub(crate) rows_skipped: u64,
     pub(crate) refusals: u64,
     pub(crate) mismatches: u64,
+    pub(crate) first_mismatches: Vec<String>,
     pub(crate) gather: Vec<(u64, u64)>,
     pub(crate) scatter: Vec<(u64, u64)>,
     /// Seconds from the first step to the last check.
@@ -86,7 +87,7 @@ fn work(options: &WorkerOptions) -> anyhow::Result<WorkerReport> {
     worker.check_everything()?;
     let seconds = start.elapsed();
     let (tally, daemon) = worker.into_parts();
-    Ok(report(device, &tally, daemon.close()?, seconds))
+    Ok(report(options.number, device, &tally, daemon.close()?, seconds))
 }
 
 fn run_steps(
@@ -118,7 +119,14 @@ fn run_steps(
     Ok(())
 }
 
-fn report(device: String, tally: &Tally, refusals: u64, took: Duration) -> WorkerReport {
+fn report(
+    number: u32,
+    device: String,
+    tally: &Tally,
+    refusals: u64,
+    took: Duration,
+) -> WorkerReport {
+    let places = tally.first_mismatches.iter();
     WorkerReport {
         device,
         rows_gathered: tally.rows_gathered,
@@ -127,6 +135,7 @@ fn report(device: String, tally: &Tally, refusals: u64, took: Duration) -> Worke
         rows_skipped: tally.rows_skipped,
         refusals,
         mismatches: tally.mismatches,
+        first_mismatches: places.map(|place| format!("worker {number}, {place}")).collect(),
         gather: tally.gather.samples(),
         scatter: tally.scatter.samples(),
         seconds: took.as_secs_f64(),

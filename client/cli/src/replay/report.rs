@@ -30,6 +30,7 @@ pub(crate) struct Report {
     copy_share_of_wall: f64,
     wall_seconds: f64,
     pub(crate) mismatches: u64,
+    first_mismatches: Vec<String>,
     compiles_after_seal: u64,
     refusals: u64,
 }
@@ -69,6 +70,7 @@ impl Report {
             copy_share_of_wall: if wall > 0.0 { copying.as_secs_f64() / wall } else { 0.0 },
             wall_seconds: wall,
             mismatches: tally.mismatches,
+            first_mismatches: tally.first_mismatches.clone(),
             compiles_after_seal: daemon.compiles_after_seal,
             refusals: daemon.refusals,
         }
@@ -118,6 +120,9 @@ impl fmt::Display for Report {
         line("compiled after seal", grouped(self.compiles_after_seal));
         line("refused", grouped(self.refusals));
         line("mismatches", grouped(self.mismatches));
+        for place in &self.first_mismatches {
+            line("", place.clone());
+        }
         f.write_str(&table.render())
     }
 }

@@ -6,7 +6,7 @@ use anyhow::Context;
 use statecopy_client::{Direction, Moved};
 
 use super::copier::{Call, Copier, Target};
-use super::memory::WorkerMemory;
+use super::memory::{Checked, WorkerMemory};
 use crate::workload::latency::Latencies;
 use crate::workload::pattern::{State, States};
 use crate::workload::selection::Selection;
@@ -34,10 +34,32 @@ pub(crate) struct Tally {
     pub(crate) rows_skipped: u64,
     /// Words, canary bytes, gap pages and row counts that are not what they must be.
     pub(crate) mismatches: u64,
+    /// Where the first of them are.
+    pub(crate) first_mismatches: Vec<String>,
     /// Gather calls.
     pub(crate) gather: Latencies,
     /// Scatter calls.
     pub(crate) scatter: Latencies,
+}
+
+/// Mismatches whose place is told.
+pub(crate) const PLACES_MAX: usize = 8;
+
+impl Tally {
+    /// Counts mismatches. `place` names where they are.
+    fn count(&mut self, mismatches: u64, place: impl FnOnce() -> String) {
+        self.mismatches += mismatches;
+        if mismatches > 0 && self.first_mismatches.len() < PLACES_MAX {
+            self.first_mismatches.push(place());
+        }
+    }
+
+    fn count_checked(&mut self, checked: Checked, place: impl FnOnce() -> String) {
+        self.count(checked.mismatches, || match checked.first {
+            Some(first) => format!("{}, {first}", place()),
+            None => place(),
+        });
+    }
 }
 
 impl<C: Copier> Worker<C> {
@@ -108,7 +130,8 @@ impl<C: Copier> Worker<C> {
     pub(crate) fn check_row(&mut self, row: usize) -> anyhow::Result<()> {
         let state = *self.model.get(row).context("No such row")?;
         for layer in 0..self.memory.layers() {
-            self.tally.mismatches += self.memory.check_row(layer, row, state)?;
+            let checked = self.memory.check_row(layer, row, state)?;
+            self.tally.count_checked(checked, || format!("layer {layer}, row {row}"));
         }
         Ok(())
     }
@@ -119,7 +142,8 @@ impl<C: Copier> Worker<C> {
     /// When the memory cannot be read.
     pub(crate) fn check_everything(&mut self) -> anyhow::Result<()> {
         // Gaps first: reading a hole is not what touches it, but nothing here should have to rely on that.
-        self.tally.mismatches += self.memory.check_surroundings()?;
+        let found = self.memory.check_surroundings()?;
+        self.tally.count(found, || "bytes of the caches that belong to no row".to_owned());
         (0..self.model.len()).try_for_each(|row| self.check_row(row))
     }
 
@@ -146,12 +170,16 @@ impl<C: Copier> Worker<C> {
         self.tally.rows_cleared += gather.masked;
         let read = (0..places).filter(|place| selection.source(*place, self.rows()).is_some());
         self.check_counts(gather, read.count() as u64 * per_layer, places as u64 * per_layer);
-        self.tally.mismatches += self.memory.check_packed_end(layers.len() * places)?;
+        let found = self.memory.check_packed_end(layers.len() * places)?;
+        self.tally.count(found, || "bytes behind the gathered rows".to_owned());
         for (at, layer) in layers.enumerate() {
             for place in 0..places {
                 let packed = at * places + place;
                 let initial = cycle.initial[place];
-                self.tally.mismatches += self.memory.check_packed(layer, packed, initial)?;
+                let checked = self.memory.check_packed(layer, packed, initial)?;
+                self.tally.count_checked(checked, || {
+                    format!("layer {layer}, gathered row {}", selection.sources[place])
+                });
                 self.memory.write_packed(layer, packed, cycle.after[place])?;
             }
         }
@@ -190,8 +218,12 @@ impl<C: Copier> Worker<C> {
 
     /// The daemon's own count of rows must be the model's.
     fn check_counts(&mut self, moved: Moved, copied: u64, all: u64) {
-        let right = moved.copied == copied && moved.masked == all - copied;
-        self.tally.mismatches += u64::from(!right);
+        let masked = all - copied;
+        let right = moved.copied == copied && moved.masked == masked;
+        self.tally.count(u64::from(!right), || {
+            let (said, left) = (moved.copied, moved.masked);
+            format!("the daemon counts {said} rows and {left} masked, not {copied} and {masked}")
+        });
     }
 }
 

@@ -8,7 +8,7 @@ use statecopy_client::Memory;
 use statecopy_descriptors::{Mapping, SealedMemory};
 
 use crate::workload::arrangement::{Arrangement, Surroundings};
-use crate::workload::pattern::{Patterns, State};
+use crate::workload::pattern::{Difference, Patterns, State};
 
 /// What every byte of a canary is.
 const CANARY: u8 = 0xc5;
@@ -37,6 +37,15 @@ pub(crate) fn touched_bytes(arrangement: &Arrangement, selected_max: u64) -> u64
     let rows = arrangement.layout.rows().saturating_add(selected_max);
     let layers = arrangement.layers().count() as u64;
     rows.saturating_mul(layers).saturating_mul(arrangement.layout.payload_bytes())
+}
+
+/// What a check of a state found.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Checked {
+    /// Words that are not the state's.
+    pub(crate) mismatches: u64,
+    /// The first byte of the first of them.
+    pub(crate) first: Option<Difference>,
 }
 
 /// Shared memory, as the worker reaches it.
@@ -132,11 +141,11 @@ impl WorkerMemory {
         layer: usize,
         row: usize,
         state: State,
-    ) -> anyhow::Result<u64> {
+    ) -> anyhow::Result<Checked> {
         let (region, offset) = self.layers[layer];
         let at = self.arrangement.payload(offset, row as u64).start;
         let place = Place { mapping: &self.caches[region].mapping, at, bytes: self.payload_bytes };
-        place.mismatches(self.patterns[layer], state, &mut self.piece)
+        place.check(self.patterns[layer], state, &mut self.piece)
     }
 
     /// Writes a layer's state into one place of the packed buffer: what the chunk maths does.
@@ -157,10 +166,10 @@ impl WorkerMemory {
         layer: usize,
         place: usize,
         state: State,
-    ) -> anyhow::Result<u64> {
+    ) -> anyhow::Result<Checked> {
         let at = (place * self.payload_bytes) as u64;
         let place = Place { mapping: &self.packed.mapping, at, bytes: self.payload_bytes };
-        place.mismatches(self.patterns[layer], state, &mut self.piece)
+        place.check(self.patterns[layer], state, &mut self.piece)
     }
 
     /// Marks the bytes right behind the first `places` places of the packed buffer, which a gather must not reach.
@@ -228,12 +237,16 @@ impl Place<'_> {
         Ok(())
     }
 
-    fn mismatches(self, patterns: Patterns, state: State, piece: &mut [u8]) -> anyhow::Result<u64> {
-        let mut found = 0;
+    fn check(self, patterns: Patterns, state: State, piece: &mut [u8]) -> anyhow::Result<Checked> {
+        let mut found = Checked::default();
         for start in (0..self.bytes).step_by(PIECE_BYTES) {
             let piece = &mut piece[..PIECE_BYTES.min(self.bytes - start)];
             self.mapping.read(self.at + start as u64, piece)?;
-            found += patterns.mismatches(state, start, piece);
+            let mismatches = patterns.mismatches(state, start, piece);
+            if mismatches > 0 && found.first.is_none() {
+                found.first = patterns.first_difference(state, start, piece);
+            }
+            found.mismatches += mismatches;
         }
         Ok(found)
     }
@@ -272,17 +285,19 @@ mod tests {
                 memory.write_row(layer, row, State::Numbered(row as u64)).unwrap();
             }
         }
-        assert_eq!(memory.check_row(2, 3, State::Numbered(3)).unwrap(), 0);
-        assert_eq!(memory.check_row(2, 3, State::Numbered(2)).unwrap(), 24_576 / 8);
+        assert_eq!(memory.check_row(2, 3, State::Numbered(3)).unwrap(), Checked::default());
+        assert_eq!(memory.check_row(2, 3, State::Numbered(2)).unwrap().mismatches, 24_576 / 8);
         assert_eq!(memory.check_surroundings().unwrap(), 0);
     }
 
     #[test]
     fn a_flipped_byte_an_overwritten_canary_and_a_touched_gap_are_seen() {
         let mut memory = memory();
-        assert_eq!(memory.check_row(0, 0, State::Zero).unwrap(), 0);
+        assert_eq!(memory.check_row(0, 0, State::Zero).unwrap(), Checked::default());
         memory.flip_byte().unwrap();
-        assert_eq!(memory.check_row(0, 0, State::Zero).unwrap(), 1);
+        let first = Some(Difference { byte: 0, is: 0xff, must_be: 0 });
+        let found = Checked { mismatches: 1, first };
+        assert_eq!(memory.check_row(0, 0, State::Zero).unwrap(), found);
         let canary = memory.around[0].canaries[0].start;
         memory.caches[0].mapping.write(canary, &[0]).unwrap();
         assert_eq!(memory.check_surroundings().unwrap(), 1);

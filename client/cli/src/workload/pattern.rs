@@ -5,6 +5,8 @@
 //! cache of gigabytes is one number a row. A row that is shifted, mixed from two states, or another layer's differs in
 //! its very first words.
 
+use std::fmt;
+
 use super::random::{GOLDEN, mix};
 
 /// The step from one word to the next: odd, so that no two words of a state are equal.
@@ -20,6 +22,22 @@ pub(crate) enum State {
     Zero,
     /// The state of that number; numbers are given once in a run.
     Numbered(u64),
+}
+
+/// A byte of a state that is not what it must be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Difference {
+    /// Which byte of the state.
+    pub(crate) byte: usize,
+    pub(crate) is: u8,
+    pub(crate) must_be: u8,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { byte, is, must_be } = self;
+        write!(f, "byte {byte} is {is:#04x}, not {must_be:#04x}")
+    }
 }
 
 /// The states of one layer of one worker.
@@ -66,6 +84,20 @@ impl Patterns {
             word = word.wrapping_add(STEP);
         }
         differs + u64::from(tail != &word.to_le_bytes()[..tail.len()])
+    }
+
+    /// The first byte in which `bytes` is not that part of the state.
+    pub(crate) fn first_difference(
+        self,
+        state: State,
+        offset: usize,
+        bytes: &[u8],
+    ) -> Option<Difference> {
+        let mut right = vec![0; bytes.len()];
+        self.fill(state, offset, &mut right);
+        let mut pairs = bytes.iter().zip(&right).enumerate();
+        let (at, (is, must_be)) = pairs.find(|(_, (is, must_be))| is != must_be)?;
+        Some(Difference { byte: offset + at, is: *is, must_be: *must_be })
     }
 
     fn word_at(self, state: State, offset: usize) -> Option<u64> {
@@ -125,6 +157,9 @@ mod tests {
             for at in 0..bytes.len() {
                 bytes[at] ^= 0x10;
                 assert_eq!(patterns.mismatches(state, 0, &bytes), 1, "byte {at}");
+                let first = patterns.first_difference(state, 0, &bytes).unwrap();
+                assert_eq!((first.byte, first.is), (at, bytes[at]));
+                assert_eq!(first.must_be, bytes[at] ^ 0x10);
                 bytes[at] ^= 0x10;
             }
         }

@@ -38,6 +38,15 @@ fn right_copies_have_no_mismatches() {
 }
 
 #[test]
+fn a_mismatch_is_placed_by_layer_row_and_byte() {
+    let mut worker = worker(Fault::None);
+    worker.memory().flip_byte().unwrap();
+    worker.check_everything().unwrap();
+    let tally = worker.into_parts().0;
+    assert_eq!(tally.first_mismatches, ["layer 0, row 0, byte 0 is 0xff, not 0x00"]);
+}
+
+#[test]
 fn every_fault_is_seen() {
     for fault in [
         Fault::GatherIgnoresFlags,
