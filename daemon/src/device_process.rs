@@ -9,7 +9,9 @@ use std::panic;
 use std::process::abort;
 use std::sync::Arc;
 
+use nix::sys::signal::{self, SigSet};
 use rustix::process::{Signal, set_parent_process_death_signal};
+use rustix::thread::set_name;
 use statecopy_descriptors::{
     ChannelError, Connection, Doorbell, MemoryError, SealedMemory, file_bytes,
 };
@@ -77,6 +79,9 @@ pub enum DeviceProcessError {
 /// When it was not asked to end.
 pub fn run() -> Result<(), DeviceProcessError> {
     end_on_panic();
+    leave_signals_to_the_supervisor();
+    // What `ps` shows in place of "exe". Without it, the process is only harder to find.
+    set_name(c"statecopyd-dev").ok();
     set_parent_process_death_signal(Some(Signal::KILL))
         .map_err(|errno| DeviceProcessError::NoLink(errno.into()))?;
     let standard_input =
@@ -171,6 +176,17 @@ fn run_host(link: &Arc<Connection>, id: u64, start: Start) -> Result<(), DeviceP
 
 fn reply(link: &Connection, id: u64, body: Reply) -> Result<(), LinkError> {
     Ok(link.send(&link::encode(id, body)?, &[])?)
+}
+
+/// A service manager and a terminal signal the whole group: the supervisor drains then, and this process must live until
+/// everything accepted is answered. It ends with its link.
+fn leave_signals_to_the_supervisor() {
+    let mut set = SigSet::empty();
+    for signal in [signal::SIGTERM, signal::SIGINT, signal::SIGHUP] {
+        set.add(signal);
+    }
+    // Blocked before any other thread exists, so in all of them.
+    set.thread_block().ok();
 }
 
 fn end_on_panic() {

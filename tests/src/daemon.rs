@@ -47,6 +47,7 @@ pub struct DaemonOptions {
     settings: Vec<(String, String)>,
     environment: Vec<(OsString, OsString)>,
     runtime: Option<PathBuf>,
+    log: Option<PathBuf>,
 }
 
 impl DaemonOptions {
@@ -68,6 +69,13 @@ impl DaemonOptions {
     #[must_use]
     pub fn runtime(mut self, directory: &Path) -> Self {
         self.runtime = Some(directory.to_owned());
+        self
+    }
+
+    /// Sends the log to a file that the test looks after.
+    #[must_use]
+    pub fn log_to(mut self, file: &Path) -> Self {
+        self.log = Some(file.to_owned());
         self
     }
 
@@ -99,8 +107,8 @@ impl DaemonOptions {
             text.push_str(&format!("{key} = {value}\n"));
         }
         fs::write(&config, text).expect("a configuration file");
-        let log = home.path().join("log");
-        let file = File::create(&log).expect("a log");
+        let log = self.log.unwrap_or_else(|| home.path().join("log"));
+        let file = File::options().create(true).append(true).open(&log).expect("a log");
         let child = Command::new(binary("statecopyd", "statecopyd"))
             .arg("serve")
             .arg("--config")

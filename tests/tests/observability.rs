@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a step that fails is a test that fails")]
 
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::process::{Command, Output};
 
 use prometheus_parse::{Scrape, Value};
@@ -10,7 +11,7 @@ use rustix::process::Signal;
 use statecopy_kernels::layout::CacheLayout;
 use statecopy_proto::v1::PingRequest;
 use statecopy_proto::{DataType, Direction, RefusalCode};
-use statecopy_tests::{Daemon, DaemonOptions, Indices, Rig, binary, send_signal, until};
+use statecopy_tests::{Daemon, DaemonOptions, Indices, Rig, Session, binary, send_signal, until};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
@@ -284,4 +285,13 @@ fn logs_are_lines_of_json_where_asked_and_show_no_token() {
     assert!((1..150).contains(&refusals), "lines about bad requests are limited: {refusals}");
     let hex: String = token.iter().map(|byte| format!("{byte:02x}")).collect();
     assert!(!log.contains(&hex));
+}
+
+#[test]
+fn a_daemon_whose_log_cannot_be_written_serves_on() {
+    let daemon = DaemonOptions::default().log_to(Path::new("/dev/full")).start();
+    let first = Session::open(&daemon.connect());
+    drop(first);
+    drop(Session::open(&daemon.connect()));
+    assert!(daemon.inspect().ready);
 }

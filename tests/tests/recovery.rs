@@ -225,3 +225,16 @@ fn callers_of_a_killed_daemon_hear_of_it_and_register_with_the_next() {
     let mut new = rig(&next);
     serves(&mut new);
 }
+
+#[test]
+fn signals_that_reach_the_device_process_too_are_the_supervisors_to_answer() {
+    let daemon = Daemon::start();
+    let mut rig = rig(&daemon);
+    let device = daemon.device_process();
+    // A service manager and a terminal signal every process of the daemon.
+    for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
+        send_signal(device, signal).unwrap();
+        serves(&mut rig);
+    }
+    assert_eq!(daemon.device_process(), device, "it is the same one");
+}

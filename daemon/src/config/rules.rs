@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
+use rustix::thread::CpuSet;
 use tracing_subscriber::EnvFilter;
 
 use super::Settings;
@@ -43,6 +44,9 @@ pub(crate) enum HttpAddress {
     At(SocketAddr),
 }
 
+/// More threads than any machine has CPUs to copy with.
+const COPY_THREADS_MAX: u64 = 1024;
+
 impl Settings {
     /// Checks every rule.
     ///
@@ -80,6 +84,11 @@ impl Settings {
 
     fn check_ranges(&self) -> Result<(), ConfigError> {
         let limits = &self.limits;
+        let copy_threads = self.copy_threads.map_or(1, |threads| threads.get() as u64);
+        if let Some(cpu) = self.executor_cpu.filter(|cpu| *cpu >= CpuSet::MAX_CPU) {
+            let range = format!("must be 0 to {}", CpuSet::MAX_CPU - 1);
+            return rule("executor_cpu", cpu, range);
+        }
         if !(1 << 16..=1 << 40).contains(&self.launch_bytes_max) {
             let range = "must be 65536 to 1099511627776";
             return rule("launch_bytes_max", self.launch_bytes_max, range);
@@ -96,6 +105,7 @@ impl Settings {
             ("limits.region_bytes_max", limits.region_bytes_max, 1 << 62),
             ("limits.selected_max", limits.selected_max, 1 << 20),
             ("limits.requests_pending_max", limits.requests_pending_max.into(), 65_536),
+            ("copy_threads", copy_threads, COPY_THREADS_MAX),
         ] {
             if !(1..=max).contains(&value) {
                 return rule(key, value, format!("must be 1 to {max}"));

@@ -10,6 +10,7 @@ use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use statecopy_descriptors::{Connection, Doorbell, DoorbellSet};
 use statecopy_kernels::device::Device;
 use statecopy_kernels::guard::ServingGuard;
@@ -204,7 +205,7 @@ pub(super) fn start<D: Device>(device: &D, setup: Setup) -> Result<ExecutorHandl
         waiting: Waiting::of(&settings),
         ending: false,
     };
-    let cpu = settings.executor_cpu;
+    let cpu = settings.executor_cpu.map(usable).transpose()?;
     let thread = thread::Builder::new()
         .name("executor".to_owned())
         .spawn(move || {
@@ -379,12 +380,27 @@ fn tell_broken(link: &Connection, scope: Scope, broken: RingBroken) {
     }
 }
 
-/// Keeps the calling thread on one CPU, where the configuration asks for it. A CPU that may not be used is no reason to end.
-fn pin_to(cpu: Option<usize>) {
+/// A CPU of the configuration that this process may use.
+fn usable(cpu: usize) -> Result<CpuSet, Refusal> {
+    let allowed = sched_getaffinity(None).map_err(|errno| not_started(&errno.into()))?;
+    if cpu >= CpuSet::MAX_CPU || !allowed.is_set(cpu) {
+        let sentence = format!("executor_cpu = {cpu} is no CPU that the daemon may use");
+        return Err(Refusal::new(RefusalCode::PrepareFailed, sentence)
+            .about("executor_cpu")
+            .remedied_by(
+                "Name a CPU of the daemon's affinity (taskset -p), or leave executor_cpu unset.",
+            ));
+    }
+    let mut set = CpuSet::new();
+    set.set(cpu);
+    Ok(set)
+}
+
+/// Keeps the calling thread on its CPU, where the configuration names one.
+fn pin_to(cpu: Option<CpuSet>) {
     if let Some(cpu) = cpu {
-        let mut set = rustix::thread::CpuSet::new();
-        set.set(cpu);
-        rustix::thread::sched_setaffinity(None, &set).ok();
+        // It was usable a moment ago; a thread that roams is slower and no worse.
+        sched_setaffinity(None, &cpu).ok();
     }
 }
 

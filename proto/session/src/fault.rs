@@ -229,7 +229,8 @@ impl Fault {
             Subject::FlagRange => outside("flags"),
             Subject::FlagRegion => unknown("flags"),
             Subject::Deadline => {
-                format!("The request waited {value} ns for its start, its deadline was {limit} ns")
+                let (waited, allowed) = (milliseconds(value), milliseconds(limit));
+                format!("The request waited {waited} ms for its start, and might wait {allowed} ms")
             }
             Subject::Hook => format!("{value} hooks sit on the launch path of the device process"),
             Subject::Device => format!("The device failed with its error {value}"),
@@ -293,6 +294,11 @@ fn nothing(code: RefusalCode) -> &'static str {
         RefusalCode::RowInvalid => "A row failed a check that was asked for",
         RefusalCode::LeaseUnavailable => "The lease cannot be had",
     }
+}
+
+/// Nanoseconds for people.
+fn milliseconds(nanoseconds: u64) -> String {
+    format!("{}.{:03}", nanoseconds / 1_000_000, nanoseconds / 1_000 % 1_000)
 }
 
 #[cfg(test)]

@@ -21,9 +21,10 @@ use crate::supervisor::placed::{ACCEPT_PAUSE, Placed};
 const TEXT_FORMAT: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// Connections at once; more wait.
-const CONNECTIONS_MAX: usize = 64;
-/// How long a connection lives. A client that keeps one open and silent gives its place back then.
-const CONNECTION_MAX: Duration = Duration::from_secs(300);
+const CONNECTIONS_MAX: usize = 256;
+/// How long a connection lives. Whoever keeps one open and silent gives its place back then, long before a probe fails for
+/// the third time; a scrape takes milliseconds and connects anew.
+const CONNECTION_MAX: Duration = Duration::from_secs(5);
 
 /// A listener with a bounded number of connections.
 struct Bounded {

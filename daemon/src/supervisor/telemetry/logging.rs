@@ -22,7 +22,11 @@ pub(crate) enum LoggingError {
 /// Starts logging for the whole process.
 pub(crate) fn start(log: &Log) -> Result<(), LoggingError> {
     let filter = EnvFilter::builder().parse(&log.level)?;
-    let lines = tracing_subscriber::fmt().with_writer(std::io::stderr).with_env_filter(filter);
+    let lines = tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        // A line that cannot be written is lost. Reporting that on the very same stream would panic.
+        .log_internal_errors(false)
+        .with_env_filter(filter);
     match log.format {
         LogFormat::Text => {
             lines.with_ansi(std::io::stderr().is_terminal()).finish().try_init()?;

@@ -48,6 +48,7 @@ fn every_refusal_is_one_sentence_with_its_argument_value_and_limit() {
         let sentence = refusal.sentence();
         let (value, limit) = match subject {
             Subject::Signature => (format!("{VALUE:016x}"), format!("{LIMIT:016x}")),
+            Subject::Deadline => (milliseconds(VALUE), milliseconds(LIMIT)),
             _ => (VALUE.to_string(), LIMIT.to_string()),
         };
         assert_eq!(
