@@ -143,12 +143,16 @@ fn write(text: &str) -> anyhow::Result<()> {
 /// # Errors
 /// When nobody reads it.
 pub(crate) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
+    write(&json_text(value)?)
+}
+
+fn json_text(value: &impl Serialize) -> anyhow::Result<String> {
     // JSON itself lets through what it need not escape, such as U+009B, which begins an escape sequence too.
     let text = serde_json::to_string_pretty(value)?;
     let lines = text
         .split('\n')
         .map(|line| escaped(line, |character| format!("\\u{:04x}", u32::from(character))));
-    write(&(lines.collect::<Vec<_>>().join("\n") + "\n"))
+    Ok(lines.collect::<Vec<_>>().join("\n") + "\n")
 }
 
 /// Tells a person something beside the result.
@@ -196,6 +200,14 @@ mod tests {
         let mut table = Table::new(["NAME", "OF"]);
         table.row(["x\ny".into(), "\x1b]0;t\x07".into()]);
         assert_eq!(table.render(), "NAME     OF\nx\\u{a}y  \\u{1b}]0;t\\u{7}\n");
+    }
+
+    #[test]
+    fn json_steers_no_terminal_and_stays_the_same_value() {
+        let value = serde_json::json!({ "label": "a\u{9b}1m\u{202e}\x1b\n\x7f" });
+        let text = json_text(&value).unwrap();
+        assert!(text.contains(r"a\u009b1m\u202e\u001b\n\u007f"), "{text}");
+        assert_eq!(serde_json::from_str::<serde_json::Value>(&text).unwrap(), value);
     }
 
     #[test]
