@@ -54,6 +54,34 @@ impl Waiting {
     }
 }
 
+/// Looks between two questions of what time it is: a clock costs as much as several looks, and a request waits meanwhile.
+const LOOKS: u32 = 32;
+
+/// For how long there has been nothing to do.
+#[derive(Debug, Default)]
+struct Idling {
+    looks: u32,
+    since: Option<Instant>,
+}
+
+impl Idling {
+    /// Counts a look that found nothing; whether to look again before sleeping.
+    fn may_spin(&mut self, waiting: Waiting) -> bool {
+        let spin = match waiting {
+            Waiting::BusyPoll => return true,
+            Waiting::SpinThenSleep(spin) if spin.is_zero() => return false,
+            Waiting::SpinThenSleep(spin) => spin,
+        };
+        self.looks += 1;
+        if self.looks < LOOKS {
+            return true;
+        }
+        self.looks = 0;
+        let now = Instant::now();
+        now.duration_since(*self.since.get_or_insert(now)) < spin
+    }
+}
+
 /// What the preparing thread tells the executor. Each is acknowledged with what it replaced.
 enum Command<D: Device> {
     /// A worker's ring, the doorbell that the worker rings, and buffers for inline indices and flags.
@@ -218,11 +246,11 @@ pub(super) fn start<D: Device>(device: &D, setup: Setup) -> Result<ExecutorHandl
 
 impl<D: Device> Executor<D> {
     fn run(mut self) {
-        let mut busy_at = Instant::now();
+        let mut idle = Idling::default();
         loop {
             let moved_on = self.heed();
             match self.round() {
-                Turn::Progressed => busy_at = Instant::now(),
+                Turn::Progressed => idle = Idling::default(),
                 Turn::Waiting => std::hint::spin_loop(),
                 Turn::Idle if moved_on => {}
                 Turn::Idle if self.ending => {
@@ -230,21 +258,14 @@ impl<D: Device> Executor<D> {
                     return;
                 }
                 Turn::Idle => {
-                    if self.may_spin(busy_at) {
+                    if idle.may_spin(self.waiting) {
                         std::hint::spin_loop();
                     } else {
                         self.sleep();
-                        busy_at = Instant::now();
+                        idle = Idling::default();
                     }
                 }
             }
-        }
-    }
-
-    fn may_spin(&self, busy_at: Instant) -> bool {
-        match self.waiting {
-            Waiting::BusyPoll => true,
-            Waiting::SpinThenSleep(spin) => !spin.is_zero() && busy_at.elapsed() < spin,
         }
     }
 

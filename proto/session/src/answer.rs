@@ -22,7 +22,7 @@ pub struct Moved {
 pub struct Answer {
     /// What was done, or why nothing was.
     pub result: Result<Moved, Fault>,
-    /// How long the executor had the request, in nanoseconds, from taking it to answering it.
+    /// How long the executor had the request, in nanoseconds, from taking it to answering it. 0 where nothing was launched.
     pub executor_ns: u64,
 }
 
