@@ -76,6 +76,8 @@ pub enum Request {
         sets: Vec<SetMessage>,
         /// Whether the registration is complete.
         last: bool,
+        /// Whether an earlier device process had published it: then a layer whose region was released since sleeps.
+        resumed: bool,
     },
     /// A part of a rebind; the one that is last starts it.
     Rebind {

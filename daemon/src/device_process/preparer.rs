@@ -52,6 +52,15 @@ impl<D: Device> Session<D> {
     }
 }
 
+/// What becomes of a layer whose region is not registered.
+#[derive(Debug, Clone, Copy)]
+enum Absent {
+    /// The registration is refused.
+    Refused,
+    /// The layer sleeps.
+    Asleep,
+}
+
 /// The preparing thread's state.
 pub(super) struct Preparer<D: Device> {
     device: Arc<D>,
@@ -139,11 +148,30 @@ impl<D: Device> Preparer<D> {
         registration: RegistrationRecord,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<Vec<PublishedBinding>, Refusal> {
+        self.replace(session, registration, progress, Absent::Refused)
+    }
+
+    /// Publishes again what an earlier device process had published. A layer whose region was released since sleeps on.
+    pub(super) fn restore(
+        &mut self,
+        session: SessionId,
+        registration: RegistrationRecord,
+    ) -> Result<(), Refusal> {
+        self.replace(session, registration, &mut |_| {}, Absent::Asleep).map(drop)
+    }
+
+    fn replace(
+        &mut self,
+        session: SessionId,
+        registration: RegistrationRecord,
+        progress: &mut dyn FnMut(Progress),
+        absent: Absent,
+    ) -> Result<Vec<PublishedBinding>, Refusal> {
         // Held until the new layers have found those that still serve them.
         let earlier = self.sessions.get(&session).map(|kept| kept.layers.clone());
         self.withdraw(session)?;
         self.guard.open();
-        let outcome = self.publish(session, registration, progress);
+        let outcome = self.publish(session, registration, progress, absent);
         self.shut_if_serving();
         drop(earlier);
         outcome
@@ -154,6 +182,7 @@ impl<D: Device> Preparer<D> {
         session: SessionId,
         registration: RegistrationRecord,
         progress: &mut dyn FnMut(Progress),
+        absent: Absent,
     ) -> Result<Vec<PublishedBinding>, Refusal> {
         let sets = registration.sets.clone();
         let prepared = plans::prepare(&*self.device, &mut self.tables, registration, progress)?;
@@ -163,7 +192,10 @@ impl<D: Device> Preparer<D> {
         progress(Progress { stage: Stage::Publishing, layers_done: 0, layers_total: total });
         let terms = self.terms();
         let kept = self.sessions.entry(session).or_default();
-        let targets = sealed.publish(&*self.device, &kept.regions, terms)?;
+        let targets = match absent {
+            Absent::Refused => sealed.publish(&*self.device, &kept.regions, terms)?,
+            Absent::Asleep => bind_awake(&*self.device, &kept.regions, &layers, &sets, terms)?,
+        };
         let published = plans::published(&targets);
         kept.layers = layers;
         kept.sets = sets;

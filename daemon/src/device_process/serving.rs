@@ -72,7 +72,7 @@ fn answer<D: Device>(
             Ok(done(preparer.open_session(session, ring.0, ring.1)))
         }
         Request::DropRegion { session, region } => Ok(done(preparer.drop_region(session, region))),
-        Request::Register { session, layers, sets, last } => {
+        Request::Register { session, layers, sets, last, resumed } => {
             let layers: Result<Vec<LayerRecord>, _> =
                 layers.into_iter().map(TryInto::try_into).collect();
             parts.registration.layers.extend(layers?);
@@ -80,7 +80,11 @@ fn answer<D: Device>(
             if !last {
                 return Ok(Vec::new());
             }
-            register(link, id, preparer, session, std::mem::take(&mut parts.registration))
+            let registration = std::mem::take(&mut parts.registration);
+            if resumed {
+                return Ok(done(preparer.restore(session, registration)));
+            }
+            register(link, id, preparer, session, registration)
         }
         Request::Rebind { session, layers, last } => {
             let layers: Result<Vec<RebindRecord>, _> =

@@ -481,6 +481,32 @@ fn a_drain_serves_what_was_submitted_and_refuses_what_comes_later() {
 }
 
 #[test]
+fn layers_that_slept_when_the_device_process_died_sleep_in_the_next_and_can_be_woken() {
+    let mut rig = Rig::registered();
+    let (request, both) = (rig.gather(2, &[0]), rig.gather(3, &[0]));
+    // What the next device process is told: the regions that are left, then the registration.
+    rig.preparer.close_session(WORKER).unwrap();
+    let (packed_fd, _packed) = memory();
+    rig.preparer.import_region(WORKER, PACKED, REGION_BYTES, packed_fd).unwrap();
+    rig.preparer.restore(WORKER, registration()).unwrap();
+    for request in [&request, &both] {
+        assert_eq!(rig.run(request, &[0]), Err(RefusalCode::RegionUnknown));
+    }
+    let (cache_fd, _cache) = memory();
+    rig.preparer.import_region(WORKER, CACHE, REGION_BYTES, cache_fd).unwrap();
+    let wake = |layer: LayerRecord| RebindRecord {
+        binding: layer.binding,
+        region: CACHE,
+        placement: layer.placement,
+    };
+    let moves: Vec<_> = registration().layers.into_iter().map(wake).collect();
+    rig.preparer.rebind(WORKER, &moves).unwrap();
+    for request in [&request, &both] {
+        assert!(rig.run(request, &[0]).is_ok());
+    }
+}
+
+#[test]
 fn a_closed_session_is_unknown_and_its_memory_unmapped() {
     let mut rig = Rig::registered();
     let request = rig.gather(1, &[0]);

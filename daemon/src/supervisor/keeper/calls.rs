@@ -79,7 +79,7 @@ impl Call {
                 plain(Request::DropRegion { session: *session, region: *region })
             }
             Some(Command::Register(session, registration, ..)) => {
-                records::register(*session, registration)
+                records::register(*session, registration, false)
             }
             Some(Command::Rebind(session, moves, _)) => records::rebind(*session, moves),
             Some(Command::ReleaseLayers(session, _)) => {

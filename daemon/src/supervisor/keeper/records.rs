@@ -74,7 +74,7 @@ impl Records {
                 requests.push((*session, vec![import(*session, region)]));
             }
             if let Some(registration) = &records.registration {
-                requests.push((*session, register(*session, registration)?));
+                requests.push((*session, register(*session, registration, true)?));
             }
             // Last: what the ring holds is served against the tables above.
             if let Some(ring) = &records.ring {
@@ -103,23 +103,23 @@ pub(super) fn import(session: SessionId, region: &RegionRecord) -> Message {
     (request, vec![Arc::clone(descriptor)])
 }
 
-/// The messages of a registration.
+/// The messages of a registration. `resumed`: an earlier device process had published it.
 pub(super) fn register(
     session: SessionId,
     registration: &RegistrationRecord,
+    resumed: bool,
 ) -> Result<Vec<Message>, LinkError> {
     let layers = link::chunks(registration.layers.iter().map(Into::into).collect())?;
     let sets = link::chunks(registration.sets.iter().map(Into::into).collect())?;
-    let mut messages: Vec<Message> = layers
-        .into_iter()
-        .map(|layers| {
-            (Request::Register { session, layers, sets: Vec::new(), last: false }, Vec::new())
-        })
-        .collect();
+    let part = |layers, sets, last| {
+        (Request::Register { session, layers, sets, last, resumed }, Vec::new())
+    };
+    let mut messages: Vec<Message> =
+        layers.into_iter().map(|layers| part(layers, Vec::new(), false)).collect();
     let last_at = sets.len() - 1;
-    messages.extend(sets.into_iter().enumerate().map(|(at, sets)| {
-        (Request::Register { session, layers: Vec::new(), sets, last: at == last_at }, Vec::new())
-    }));
+    messages.extend(
+        sets.into_iter().enumerate().map(|(at, sets)| part(Vec::new(), sets, at == last_at)),
+    );
     Ok(messages)
 }
 
