@@ -7,6 +7,8 @@
 
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
+#[expect(unsafe_code, reason = "the CUDA device calls the driver")]
+pub mod cuda;
 pub mod device;
 pub mod guard;
 #[expect(unsafe_code, reason = "the host device moves bytes of memory that other processes share")]

@@ -1,0 +1,4 @@
+//! The CUDA device: device memory that workers share, copied by kernels of this process.
+
+#[expect(dead_code, reason = "the table comes before those who call it")]
+mod sys;
