@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use statecopy_proto::{DataType, Direction, IndexWidth, PlanKind, Refusal};
+use statecopy_proto::{DataType, Direction, HandleKind, IndexWidth, PlanKind, Refusal};
 
 use crate::layout::Placement;
 use crate::plan::{KernelClass, Variant};
@@ -29,16 +29,36 @@ pub struct DeviceDescription {
     pub fused: Vec<DataType>,
 }
 
-/// How a worker offers a region of its memory.
+/// What a worker says of a region of its memory before the handles come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Announced {
+    /// How the memory comes.
+    pub kind: HandleKind,
+    /// Bytes of the region: those of its pieces together.
+    pub bytes: u64,
+    /// How many pieces follow.
+    pub pieces: usize,
+}
+
+/// One handle of a region's memory. Pieces lie side by side, in the order in which they come.
 #[derive(Debug)]
-pub enum RegionOffer {
-    /// A memfd by descriptor.
-    Memfd {
-        /// The descriptor.
-        descriptor: OwnedFd,
-        /// The size that the worker announced.
-        bytes: u64,
-    },
+pub struct Piece {
+    /// Bytes behind the handle, as the worker announced them.
+    pub bytes: u64,
+    /// The allocation's number in the worker's process: another number means other memory, also where the handle's bytes
+    /// are the same. 0 where the kind has none.
+    pub buffer: u64,
+    /// The handle.
+    pub handle: PieceHandle,
+}
+
+/// What names the memory of a piece.
+#[derive(Debug)]
+pub enum PieceHandle {
+    /// A file descriptor. It is closed once the piece is mapped.
+    Descriptor(OwnedFd),
+    /// Bytes of the driver's.
+    Value(Box<[u8]>),
 }
 
 /// Which allocation lies behind a region: equal for two regions of the same memory.
@@ -51,6 +71,47 @@ pub trait Region: fmt::Debug + Send + Sync + 'static {
     fn bytes(&self) -> u64;
     /// The allocation behind it.
     fn allocation(&self) -> AllocationId;
+}
+
+/// A region on its way: piece by piece, so that nobody holds all its descriptors at once. Dropped before its end, it leaves
+/// nothing mapped.
+pub trait Import: fmt::Debug + Sized {
+    /// What it becomes.
+    type Region: Region;
+
+    /// Maps the next piece behind those before it.
+    ///
+    /// # Errors
+    /// HANDLE_INVALID or HANDLE_UNSUPPORTED naming the piece; the import is of no more use.
+    fn add(&mut self, piece: Piece) -> Result<(), Refusal>;
+
+    /// The region, once every piece came.
+    ///
+    /// # Errors
+    /// HANDLE_INVALID when the pieces are not what was announced.
+    fn finish(self) -> Result<Self::Region, Refusal>;
+
+    /// All pieces at once.
+    ///
+    /// # Errors
+    /// As [`Import::add`] and [`Import::finish`].
+    fn of(mut self, pieces: impl IntoIterator<Item = Piece>) -> Result<Self::Region, Refusal> {
+        for piece in pieces {
+            self.add(piece)?;
+        }
+        self.finish()
+    }
+}
+
+/// What a device process takes of its device for itself, in bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Footprint {
+    /// The driver's context.
+    pub context: u64,
+    /// Tables of base addresses.
+    pub tables: u64,
+    /// Words and buffers that device and executor share, in host memory.
+    pub words: u64,
 }
 
 /// The compiler configuration (contract: Seal): what may not change between prepare and seal.
@@ -81,6 +142,8 @@ impl Configuration {
 pub trait Device: fmt::Debug + Send + Sync + Sized + 'static {
     /// Memory that was imported or allocated.
     type Region: Region;
+    /// Memory that is being imported.
+    type Import: Import<Region = Self::Region> + Send;
     /// The compiled variants of one kernel class. Holds no pointer, stream or request buffer.
     type Variants: fmt::Debug + Send + Sync + 'static;
     /// Base addresses of the layers of one binding (one) or binding set (many), where the kernels read them.
@@ -91,11 +154,17 @@ pub trait Device: fmt::Debug + Send + Sync + Sized + 'static {
     /// What it says of itself.
     fn description(&self) -> &DeviceDescription;
 
-    /// Maps what a worker offers.
+    /// What it takes of the device, from its opening on.
+    fn footprint(&self) -> Footprint;
+
+    /// Rows that one launch may move at most. At least 1.
+    fn rows_per_launch_max(&self) -> u64;
+
+    /// Begins to map what a worker announced.
     ///
     /// # Errors
-    /// HANDLE_INVALID or HANDLE_UNSUPPORTED; nothing stays mapped.
-    fn import(&self, offer: RegionOffer) -> Result<Self::Region, Refusal>;
+    /// HANDLE_INVALID, or HANDLE_UNSUPPORTED for a kind of memory that this device does not take.
+    fn import(&self, announced: Announced) -> Result<Self::Import, Refusal>;
 
     /// Allocates zeroed scratch for prepare. Never called between a seal and the next registration.
     ///
@@ -261,6 +330,13 @@ pub struct Ticket(pub u64);
 pub trait Launcher<D: Device>: Send {
     /// Whether a foreign hook sits on the launch path: one load.
     fn hooked(&self) -> bool;
+
+    /// Launches of one request that are worth having under way at once: 1 where a launch is done when it returns. More
+    /// would keep the others waiting for longer.
+    fn depth(&self) -> usize;
+
+    /// Whether a launch can be started now. Otherwise poll first.
+    fn has_room(&self) -> bool;
 
     /// Starts a launch.
     ///

@@ -20,14 +20,17 @@ mod variants;
 mod tests;
 
 use std::num::NonZeroUsize;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use statecopy_proto::{DataType, Refusal, RefusalCode};
+use statecopy_proto::{DataType, HandleKind, Refusal, RefusalCode};
 
 use self::crew::{Crew, Sharing};
 use self::environment::Environment;
 use self::stores::Stores;
-use crate::device::{Configuration, Device, DeviceDescription, RegionOffer};
+use crate::device::{
+    Announced, Configuration, Device, DeviceDescription, Footprint, Import, Piece, PieceHandle,
+};
 use crate::guard::{Door, ServingGuard};
 use crate::layout::Placement;
 use crate::plan::KernelClass;
@@ -35,7 +38,7 @@ use crate::plan::KernelClass;
 pub use self::caches::HostCaches;
 pub use self::identity::{cpus_allowed, host_uuid};
 pub use self::launcher::{HostLauncher, TICKETS_MAX};
-pub use self::memory::HostRegion;
+pub use self::memory::{HostImport, HostRegion};
 pub use self::variants::HostVariants;
 
 /// Which row copies the host uses.
@@ -102,6 +105,15 @@ impl HostDevice {
         Ok(Self { description, options, streaming })
     }
 
+    /// Maps one memory file: an import of one piece.
+    ///
+    /// # Errors
+    /// As [`Import::add`].
+    pub fn adopt(&self, descriptor: OwnedFd, bytes: u64) -> Result<HostRegion, Refusal> {
+        let import = self.import(Announced { kind: HandleKind::Memfd, bytes, pieces: 1 })?;
+        import.of([Piece { bytes, buffer: 0, handle: PieceHandle::Descriptor(descriptor) }])
+    }
+
     fn environment(&self) -> Environment {
         self.options.guard.enter(Door::Environment);
         Environment::read()
@@ -110,6 +122,7 @@ impl HostDevice {
 
 impl Device for HostDevice {
     type Region = HostRegion;
+    type Import = HostImport;
     type Variants = HostVariants;
     type Caches = HostCaches;
     type Launcher = HostLauncher;
@@ -118,10 +131,16 @@ impl Device for HostDevice {
         &self.description
     }
 
-    fn import(&self, offer: RegionOffer) -> Result<HostRegion, Refusal> {
-        match offer {
-            RegionOffer::Memfd { descriptor, bytes } => HostRegion::import(descriptor, bytes),
-        }
+    fn footprint(&self) -> Footprint {
+        Footprint::default()
+    }
+
+    fn rows_per_launch_max(&self) -> u64 {
+        u64::MAX
+    }
+
+    fn import(&self, announced: Announced) -> Result<HostImport, Refusal> {
+        HostImport::begin(announced)
     }
 
     fn scratch(&self, bytes: u64) -> Result<HostRegion, Refusal> {

@@ -88,6 +88,41 @@ impl PlanKind {
     }
 }
 
+/// How the memory of a region comes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum HandleKind {
+    /// One sealed memfd, by descriptor.
+    Memfd,
+    /// One CUDA allocation, by a legacy IPC handle.
+    CudaIpc,
+    /// CUDA virtual memory, by one or many descriptors, mapped side by side.
+    CudaVmm,
+    /// CUDA virtual memory, by one or many fabric handles, mapped side by side.
+    CudaFabric,
+}
+
+impl HandleKind {
+    /// Every kind.
+    pub const ALL: [Self; 4] = [Self::Memfd, Self::CudaIpc, Self::CudaVmm, Self::CudaFabric];
+
+    /// The name in messages and in `statecopy status`.
+    #[must_use]
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Memfd => "memfd",
+            Self::CudaIpc => "cuda_ipc",
+            Self::CudaVmm => "cuda_vmm",
+            Self::CudaFabric => "cuda_fabric",
+        }
+    }
+
+    /// Whether its pieces are file descriptors; otherwise they are bytes.
+    #[must_use]
+    pub const fn travels_by_descriptor(self) -> bool {
+        matches!(self, Self::Memfd | Self::CudaVmm)
+    }
+}
+
 macro_rules! data_types {
     ($($(#[$doc:meta])* $name:ident = $number:literal, $label:literal, $bytes:literal;)*) => {
         /// The type of one element of a cache. Copies move bits; the type decides the plan kind and the item size.

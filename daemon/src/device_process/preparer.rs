@@ -8,9 +8,11 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
 
 use statecopy_descriptors::Doorbell;
-use statecopy_kernels::device::{AllocationId, Device, Region, RegionOffer};
+use statecopy_kernels::device::{
+    AllocationId, Announced, Device, Import as _, Piece, PieceHandle, Region,
+};
 use statecopy_kernels::guard::ServingGuard;
-use statecopy_proto::{Refusal, RefusalCode, RegionId, SessionId};
+use statecopy_proto::{HandleKind, Refusal, RefusalCode, RegionId, SessionId};
 use statecopy_session::Executor as Ring;
 
 use crate::record::{
@@ -110,7 +112,9 @@ impl<D: Device> Preparer<D> {
         bytes: u64,
         descriptor: OwnedFd,
     ) -> Result<(), Refusal> {
-        let imported = self.device.import(RegionOffer::Memfd { descriptor, bytes })?;
+        let announced = Announced { kind: HandleKind::Memfd, bytes, pieces: 1 };
+        let piece = Piece { bytes, buffer: 0, handle: PieceHandle::Descriptor(descriptor) };
+        let imported = self.device.import(announced)?.of([piece])?;
         let allocation = imported.allocation();
         self.mappings.retain(|_, mapping| mapping.strong_count() > 0);
         let shared = match self.mappings.get(&allocation).and_then(Weak::upgrade) {

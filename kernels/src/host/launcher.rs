@@ -75,6 +75,14 @@ impl Launcher<HostDevice> for HostLauncher {
         hooks::launch_hook_present()
     }
 
+    fn depth(&self) -> usize {
+        1
+    }
+
+    fn has_room(&self) -> bool {
+        self.outcomes[address(self.issued) % TICKETS_MAX].is_none()
+    }
+
     fn launch(&mut self, launch: &Launch<'_, HostDevice>) -> Result<Ticket, DeviceFault> {
         let variant: Variant = launch.variant();
         let kernel = launch.variants.kernel(variant);

@@ -4,9 +4,9 @@ use std::error::Error as _;
 use std::os::fd::OwnedFd;
 
 use statecopy_descriptors::{Mapping, MemoryError, SealedMemory};
-use statecopy_proto::{Refusal, RefusalCode};
+use statecopy_proto::{HandleKind, Refusal, RefusalCode};
 
-use crate::device::{AllocationId, Region};
+use crate::device::{AllocationId, Announced, Import, Piece, PieceHandle, Region};
 
 /// A sealed memory file, mapped whole. It stays mapped until the last holder lets go.
 #[derive(Debug)]
@@ -17,7 +17,7 @@ pub struct HostRegion {
 
 impl HostRegion {
     /// Maps what a worker offers. The descriptor is closed either way: the mapping lives without it.
-    pub(super) fn import(descriptor: OwnedFd, bytes: u64) -> Result<Self, Refusal> {
+    fn import(descriptor: OwnedFd, bytes: u64) -> Result<Self, Refusal> {
         let refused = |error: MemoryError| {
             let code = match error {
                 MemoryError::HugePages { .. } => RefusalCode::HandleUnsupported,
@@ -46,6 +46,51 @@ impl HostRegion {
     pub fn mapping(&self) -> &Mapping {
         &self.mapping
     }
+}
+
+/// The one memory file of a region, until it came.
+#[derive(Debug)]
+pub struct HostImport {
+    bytes: u64,
+    region: Option<HostRegion>,
+}
+
+impl HostImport {
+    pub(super) fn begin(announced: Announced) -> Result<Self, Refusal> {
+        let Announced { kind, bytes, pieces } = announced;
+        if kind != HandleKind::Memfd {
+            let sentence =
+                format!("The host device takes memory by memfd, not by {}", kind.label());
+            return Err(Refusal::new(RefusalCode::HandleUnsupported, sentence).about("kind"));
+        }
+        if pieces != 1 {
+            return Err(invalid(format!("A memfd is one descriptor, not {pieces}")));
+        }
+        Ok(Self { bytes, region: None })
+    }
+}
+
+impl Import for HostImport {
+    type Region = HostRegion;
+
+    fn add(&mut self, piece: Piece) -> Result<(), Refusal> {
+        let PieceHandle::Descriptor(descriptor) = piece.handle else {
+            return Err(invalid("A memfd travels by descriptor, not by value".to_owned()));
+        };
+        if self.region.is_some() || piece.bytes != self.bytes {
+            return Err(invalid("A memfd is one piece, as large as its region".to_owned()));
+        }
+        self.region = Some(HostRegion::import(descriptor, piece.bytes)?);
+        Ok(())
+    }
+
+    fn finish(self) -> Result<HostRegion, Refusal> {
+        self.region.ok_or_else(|| invalid("The region's descriptor did not come".to_owned()))
+    }
+}
+
+fn invalid(sentence: String) -> Refusal {
+    Refusal::new(RefusalCode::HandleInvalid, sentence).about("descriptors")
 }
 
 impl Region for HostRegion {

@@ -34,7 +34,7 @@ impl DeviceUnderTest for HostUnderTest {
     fn allocate(&self, bytes: u64) -> Arc<HostRegion> {
         let memory = SealedMemory::create("test", bytes).unwrap();
         let descriptor = memory.try_clone_fd().unwrap();
-        Arc::new(self.0.import(RegionOffer::Memfd { descriptor, bytes }).unwrap())
+        Arc::new(self.0.adopt(descriptor, bytes).unwrap())
     }
 
     fn write(&self, region: &HostRegion, offset: u64, bytes: &[u8]) {
@@ -154,7 +154,7 @@ fn the_configuration_names_versions_source_and_stores() {
 fn a_handle_that_is_no_sealed_memory_of_the_announced_size_is_refused() {
     let device = host(&Arc::new(ServingGuard::new(true)));
     let refused = |descriptor: OwnedFd, bytes| {
-        let refusal = device.import(RegionOffer::Memfd { descriptor, bytes }).unwrap_err();
+        let refusal = device.adopt(descriptor, bytes).unwrap_err();
         assert_eq!(refusal.code(), RefusalCode::HandleInvalid);
         refusal.sentence().to_owned()
     };
@@ -179,7 +179,7 @@ fn two_imports_of_one_memory_have_one_allocation() {
     let memory = SealedMemory::create("test", 4096).unwrap();
     let import = || {
         let descriptor = memory.try_clone_fd().unwrap();
-        device.import(RegionOffer::Memfd { descriptor, bytes: 4096 }).unwrap()
+        device.adopt(descriptor, 4096).unwrap()
     };
     let (one, two) = (import(), import());
     assert_eq!(one.allocation(), two.allocation());
@@ -197,8 +197,7 @@ fn copies_touch_no_page_but_those_of_payload_and_packed() {
     let layout = conformance::cache(DataType::UInt8, 6, page, 4 * page);
     let bytes = layout.span_bytes();
     let memory = SealedMemory::create("test", bytes).unwrap();
-    let offer = RegionOffer::Memfd { descriptor: memory.try_clone_fd().unwrap(), bytes };
-    let region = Arc::new(under_test.0.import(offer).unwrap());
+    let region = Arc::new(under_test.0.adopt(memory.try_clone_fd().unwrap(), bytes).unwrap());
     let placement = layout.place(0, bytes).unwrap();
     let caches = under_test.0.bind(&[(region, placement)]).unwrap();
     let variants = under_test.0.compile(&class(PlanKind::ByteCopy, page)).unwrap();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use anyhow::{Context, ensure};
 use statecopy_client::Memory;
-use statecopy_kernels::device::{Device as _, Moved, RegionOffer};
+use statecopy_kernels::device::Moved;
 use statecopy_kernels::host::{HostDevice, HostRegion};
 use statecopy_kernels::layout::{CacheLayout, Placement};
 use statecopy_kernels::reference;
@@ -36,7 +36,7 @@ impl Shared {
     fn allocate(device: &HostDevice, name: &str, bytes: u64) -> anyhow::Result<Self> {
         let memory = Memory::allocate(name, bytes)?;
         let descriptor = memory.as_fd().try_clone_to_owned().context("Another descriptor")?;
-        let region = device.import(RegionOffer::Memfd { descriptor, bytes });
+        let region = device.adopt(descriptor, bytes);
         let region = Arc::new(region.map_err(statecopy_client::Error::from)?);
         Ok(Self { memory, region })
     }

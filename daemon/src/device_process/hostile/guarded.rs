@@ -10,7 +10,6 @@ use std::sync::Arc;
 use memmap2::{MmapOptions, MmapRaw};
 use rustix::fs::{MemfdFlags, memfd_create};
 use statecopy_descriptors::SealedMemory;
-use statecopy_kernels::device::{Device, RegionOffer};
 use statecopy_kernels::host::{HostDevice, HostRegion};
 
 /// Guards on each side, each as large as the region: mappings of one size go to the same hole, one below the other.
@@ -40,8 +39,7 @@ impl Guarded {
         for _ in 0..ATTEMPTS {
             let mut guards: Vec<MmapRaw> = (0..GUARDS).map(|_| guard()).collect();
             let descriptor = memory.try_clone_fd().expect("a descriptor");
-            let offer = RegionOffer::Memfd { descriptor, bytes };
-            let region = device.import(offer).expect("a region");
+            let region = device.adopt(descriptor, bytes).expect("a region");
             guards.extend((0..GUARDS).map(|_| guard()));
             if in_a_row(&guards, &region) {
                 let worker = File::from(memory.try_clone_fd().expect("a descriptor"));
