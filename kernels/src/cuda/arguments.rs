@@ -1,0 +1,212 @@
+//! The one parameter of every kernel.
+//!
+//! [`Arguments`] is the same structure here, in `state_copy.cu` and in whatever stands in for the driver in tests. The
+//! compiler proves it at each compilation: [`layout_assertions`] is part of the source that it is given.
+//!
+//! A launch moves the rows `first_row .. first_row + row_count` of the `L * selected` rows of a request. Row `r` is row
+//! `r % selected` of the selection, in layer `r / selected`. The grid is [`grid`]: one block a chunk of a row in x, one row in
+//! y, [`THREADS`] threads a block.
+
+use std::mem::{offset_of, size_of};
+
+use statecopy_proto::{Direction, IndexWidth};
+
+/// Threads of a block.
+pub const THREADS: u32 = 256;
+/// Bytes of a row that one block moves.
+pub const CHUNK_BYTES: u64 = 8_192;
+/// Rows of one launch: what the y axis of a grid holds (65,535), rounded down.
+pub const ROWS_PER_LAUNCH_MAX: u64 = 32_768;
+/// Bytes of [`Arguments`]. A kernel parameter holds 4,096.
+pub const ARGUMENTS_BYTES: usize = 4_000;
+/// Bytes for indices and flags that travel with the launch.
+pub const INLINE_BYTES_MAX: usize = ARGUMENTS_BYTES - 112;
+
+/// [`Arguments::direction`] of a gather.
+pub const DIRECTION_GATHER: u32 = 0;
+/// [`Arguments::direction`] of a scatter.
+pub const DIRECTION_SCATTER: u32 = 1;
+/// [`Arguments::flags_kind`]: every valid row.
+pub const FLAGS_NONE: u32 = 0;
+/// [`Arguments::flags_kind`]: at `inline_flags_at` of `inline_bytes`.
+pub const FLAGS_INLINE: u32 = 1;
+/// [`Arguments::flags_kind`]: at the address `flags`.
+pub const FLAGS_ADDRESS: u32 = 2;
+
+macro_rules! arguments {
+    ($($(#[$doc:meta])* $name:ident: $type:ty,)*) => {
+        /// The kernel parameter. Addresses are those of the device; host memory that the driver pinned has one too.
+        #[repr(C, align(16))]
+        #[derive(Debug, Clone, PartialEq, Eq)]
+        pub struct Arguments {
+            $($(#[$doc])* pub $name: $type,)*
+        }
+
+        /// Name, offset and size of every field.
+        const FIELDS: &[(&str, usize, usize)] =
+            &[$((stringify!($name), offset_of!(Arguments, $name), size_of::<$type>()),)*];
+    };
+}
+
+arguments! {
+    /// Address of the table of row-0 addresses, one a layer; 0 when there is one layer.
+    bases: u64,
+    /// Address of row 0 of the one layer; ignored where `bases` is not 0.
+    base: u64,
+    /// Address of the packed buffer `[L, selected, payload]`, whole: of row 0, whatever `first_row` is.
+    packed: u64,
+    /// Address of `selected` indices; 0 when they are the first bytes of `inline_bytes`.
+    indices: u64,
+    /// Address of `selected` flags where `flags_kind` is [`FLAGS_ADDRESS`].
+    flags: u64,
+    /// Address of one byte a row of this launch: 1 copied, 0 masked. 0 when nobody asks: who has the indices and flags
+    /// knows as much without it.
+    row_states: u64,
+    /// Rows of a cache: an index is valid in `0..rows`.
+    rows: u64,
+    /// Bytes from one row of a cache to the next.
+    page_stride: u64,
+    /// Bytes of one state.
+    payload: u64,
+    /// Selected rows of each layer; at least 1.
+    selected: u64,
+    /// The first of the `L * selected` rows that this launch moves.
+    first_row: u64,
+    /// [`DIRECTION_GATHER`] or [`DIRECTION_SCATTER`]. Only `byte_copy` reads it.
+    direction: u32,
+    /// Bytes of an index: 4 or 8. Only `byte_copy` reads it.
+    index_width: u32,
+    /// Where flags are. A scatter ignores them.
+    flags_kind: u32,
+    /// Where flags begin in `inline_bytes`.
+    inline_flags_at: u32,
+    /// Nothing; keeps `inline_bytes` on a multiple of 16.
+    reserved: u64,
+    /// Indices, then flags, as far as they travel with the launch.
+    inline_bytes: [u8; INLINE_BYTES_MAX],
+}
+
+const _: () = assert!(size_of::<Arguments>() == ARGUMENTS_BYTES);
+const _: () = assert!(offset_of!(Arguments, inline_bytes).is_multiple_of(16));
+
+impl Arguments {
+    /// All zero. A launcher makes one and fills in every field of it for each launch.
+    #[must_use]
+    pub const fn zeroed() -> Self {
+        Self {
+            bases: 0,
+            base: 0,
+            packed: 0,
+            indices: 0,
+            flags: 0,
+            row_states: 0,
+            rows: 0,
+            page_stride: 0,
+            payload: 0,
+            selected: 0,
+            first_row: 0,
+            direction: DIRECTION_GATHER,
+            index_width: 4,
+            flags_kind: FLAGS_NONE,
+            inline_flags_at: 0,
+            reserved: 0,
+            inline_bytes: [0; INLINE_BYTES_MAX],
+        }
+    }
+
+    /// Where the inline flags of a request begin: behind its indices. `None` when indices and flags do not fit.
+    #[must_use]
+    pub fn inline_flags_at(selected: u64, width: IndexWidth, flags: bool) -> Option<u32> {
+        let indices = selected.checked_mul(width.bytes())?;
+        let end = indices.checked_add(if flags { selected } else { 0 })?;
+        if end > INLINE_BYTES_MAX as u64 {
+            return None;
+        }
+        u32::try_from(indices).ok()
+    }
+}
+
+/// The value of [`Arguments::direction`].
+#[must_use]
+pub const fn direction_number(direction: Direction) -> u32 {
+    match direction {
+        Direction::Gather => DIRECTION_GATHER,
+        Direction::Scatter => DIRECTION_SCATTER,
+    }
+}
+
+/// Blocks in x (chunks of a row) and in y (rows). `None` when there is no such grid: no rows, too many, or a payload of
+/// 16 TiB.
+#[must_use]
+pub fn grid(payload: u64, row_count: u64) -> Option<[u32; 2]> {
+    let chunks = u32::try_from(payload.div_ceil(CHUNK_BYTES)).ok()?;
+    let rows = u32::try_from(row_count).ok()?;
+    let fits = (1..=i32::MAX.cast_unsigned()).contains(&chunks)
+        && (1..=ROWS_PER_LAUNCH_MAX).contains(&row_count);
+    fits.then_some([chunks, rows])
+}
+
+/// C++ that does not compile unless its `Arguments` has this layout.
+#[must_use]
+pub fn layout_assertions() -> String {
+    let mut text = format!(
+        "\nstatic_assert(sizeof(Arguments) == {ARGUMENTS_BYTES} && alignof(Arguments) == {}, \"size\");\n",
+        align_of::<Arguments>()
+    );
+    for (name, offset, size) in FIELDS {
+        text.push_str(&format!(
+            "static_assert(__builtin_offsetof(Arguments, {name}) == {offset} && \
+             sizeof(Arguments::{name}) == {size}, \"{name}\");\n"
+        ));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_follow_each_other_without_holes() {
+        let mut at = 0;
+        for (name, offset, size) in FIELDS {
+            assert_eq!(*offset, at, "{name}");
+            at += size;
+        }
+        assert_eq!(at, ARGUMENTS_BYTES);
+        assert_eq!(layout_assertions().lines().count(), FIELDS.len() + 2);
+    }
+
+    #[test]
+    fn inline_values_stop_where_the_parameter_ends() {
+        let widest = INLINE_BYTES_MAX as u64;
+        let at = Arguments::inline_flags_at;
+        assert_eq!(at(8, IndexWidth::Int32, true), Some(32));
+        assert_eq!(at(8, IndexWidth::Int64, false), Some(64));
+        for (width, flags, bytes) in [
+            (IndexWidth::Int32, false, 4),
+            (IndexWidth::Int32, true, 5),
+            (IndexWidth::Int64, false, 8),
+            (IndexWidth::Int64, true, 9),
+        ] {
+            assert!(at(widest / bytes, width, flags).is_some());
+            assert!(at(widest / bytes + 1, width, flags).is_none());
+            assert!(at(u64::MAX, width, flags).is_none());
+        }
+    }
+
+    #[test]
+    fn a_grid_covers_every_byte_of_every_row() {
+        assert_eq!(grid(1, 1), Some([1, 1]));
+        assert_eq!(grid(CHUNK_BYTES, 2), Some([1, 2]));
+        assert_eq!(grid(CHUNK_BYTES + 1, ROWS_PER_LAUNCH_MAX), Some([2, 32_768]));
+        assert_eq!(grid(786_432, 64), Some([96, 64]));
+        assert_eq!(grid(786_432, ROWS_PER_LAUNCH_MAX + 1), None);
+        assert_eq!(grid(786_432, 0), None);
+        assert_eq!(grid(0, 1), None);
+        assert_eq!(grid(u64::MAX, 1), None);
+        let widest = CHUNK_BYTES * u64::from(i32::MAX.unsigned_abs());
+        assert_eq!(grid(widest, 1), Some([i32::MAX.unsigned_abs(), 1]));
+        assert_eq!(grid(widest + 1, 1), None);
+    }
+}
