@@ -44,6 +44,9 @@ mod sessions;
 mod station;
 mod table;
 
+/// The exit code of a device process whose device failed: EX_IOERR of sysexits.h.
+pub const EXIT_DEVICE_FAILED: i32 = 74;
+
 /// Descriptors of the first message.
 const START_DESCRIPTORS: usize = 5;
 

@@ -131,6 +131,11 @@ pub enum Reply {
         /// What was found.
         reason: String,
     },
+    /// News with number 0, the last of this process: its device failed, and what it was given is answered.
+    DeviceFailed {
+        /// What the driver said.
+        reason: String,
+    },
     /// A part of what was published.
     Published {
         /// Bindings of this part.
@@ -169,6 +174,9 @@ pub enum LinkError {
     /// The other side does not read what it is sent.
     #[error("The other process left a message unread for {0:?}")]
     Unread(Duration),
+    /// The device of the other process failed, and the process ends.
+    #[error("The device failed: {0}")]
+    DeviceFailed(String),
     /// The other side spoke out of turn.
     #[error("The other process spoke out of turn: {0}")]
     OutOfTurn(&'static str),

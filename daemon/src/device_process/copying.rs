@@ -86,13 +86,42 @@ impl Inline {
     }
 }
 
+/// Launches of one copy that are under way at most, whatever its device would like.
+const UNDER_WAY_MAX: usize = 4;
+
+/// The launches of one copy that are under way, the oldest first. They end in that order.
+#[derive(Debug, Default)]
+struct UnderWay {
+    tickets: [Option<Ticket>; UNDER_WAY_MAX],
+}
+
+impl UnderWay {
+    fn count(&self) -> usize {
+        self.tickets.iter().flatten().count()
+    }
+
+    fn oldest(&self) -> Option<Ticket> {
+        self.tickets[0]
+    }
+
+    fn push(&mut self, ticket: Ticket) {
+        let at = self.count();
+        self.tickets[at] = Some(ticket);
+    }
+
+    fn pop(&mut self) {
+        self.tickets[0] = None;
+        self.tickets.rotate_left(1);
+    }
+}
+
 /// How far a copy is.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Progress {
     /// The device works on a part.
     Waiting,
     /// A part is done, or was started.
-    Launched,
+    MovedOn,
     /// All of it is done.
     Done(Copied),
 }
@@ -105,7 +134,7 @@ pub(super) struct Running<D: Device> {
     rows: u64,
     rows_per_launch: u64,
     next: u64,
-    ticket: Option<Ticket>,
+    under_way: UnderWay,
 }
 
 impl<D: Device> Running<D> {
@@ -127,7 +156,7 @@ impl<D: Device> Running<D> {
             rows: target.layers() * request.selected,
             rows_per_launch: target.rows_per_launch,
             next: 0,
-            ticket: None,
+            under_way: UnderWay::default(),
             checked,
         })
     }
@@ -154,41 +183,43 @@ impl<D: Device> Running<D> {
         }
     }
 
-    /// Moves on by at most one launch.
+    /// Whether the device was given any of it.
+    pub(super) fn has_begun(&self) -> bool {
+        self.copied.launches > 0
+    }
+
+    /// Moves on by at most one launch and one answer of the device. The next part is launched while one runs, up to the
+    /// depth that the device likes: then the device never waits for the executor, and others wait for no more than that.
     ///
     /// # Errors
-    /// DEVICE_LOST when the device failed.
+    /// When the device failed.
     pub(super) fn step(
         &mut self,
         launcher: &mut D::Launcher,
         inline: &Inline,
         request: &CopyRequest,
-    ) -> Result<Progress, Fault> {
-        self.advance(launcher, inline, request).map_err(|_fault| Subject::Device.fault(0, 0))
-    }
-
-    fn advance(
-        &mut self,
-        launcher: &mut D::Launcher,
-        inline: &Inline,
-        request: &CopyRequest,
     ) -> Result<Progress, DeviceFault> {
-        if self.ticket.is_none() && self.next < self.rows {
+        let depth = launcher.depth().clamp(1, UNDER_WAY_MAX);
+        let more = self.next < self.rows;
+        let mut moved_on = more && self.under_way.count() < depth && launcher.has_room();
+        if moved_on {
             let end = self.rows.min(self.next.saturating_add(self.rows_per_launch));
             let launch = self.launch(inline, request, self.next..end);
-            self.ticket = Some(launcher.launch(&launch)?);
+            self.under_way.push(launcher.launch(&launch)?);
             self.checked.target.table.count(self.copied.variant);
             self.copied.launches += 1;
             self.next = end;
         }
-        if let Some(ticket) = self.ticket {
-            let Some(moved) = launcher.poll(ticket)? else { return Ok(Progress::Waiting) };
-            self.ticket = None;
+        if let Some(ticket) = self.under_way.oldest()
+            && let Some(moved) = launcher.poll(ticket)?
+        {
+            self.under_way.pop();
             self.copied.moved.rows_copied += moved.copied;
             self.copied.moved.rows_masked += moved.masked;
-            if self.next < self.rows {
-                return Ok(Progress::Launched);
-            }
+            moved_on = true;
+        }
+        if self.next < self.rows || self.under_way.oldest().is_some() {
+            return Ok(if moved_on { Progress::MovedOn } else { Progress::Waiting });
         }
         let written = match request.direction {
             Direction::Gather => self.rows,

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use statecopy_descriptors::{Connection, Doorbell, DoorbellSet};
-use statecopy_kernels::device::Device;
+use statecopy_kernels::device::{Device, DeviceFault};
 use statecopy_kernels::guard::ServingGuard;
 use statecopy_kernels::host::cpus_allowed;
 use statecopy_proto::{Refusal, RefusalCode, SessionId};
@@ -26,10 +26,10 @@ use crate::sync::{AtomicU64, Ordering};
 use super::copying::Inline;
 use super::counts::RingCounts;
 use super::guard_export::GuardExport;
-use super::reply;
 use super::sessions::Sessions;
-use super::station::{Scope, Station, Turn};
+use super::station::{Scope, Station, Trouble, Turn};
 use super::table::SessionTable;
+use super::{EXIT_DEVICE_FAILED, reply};
 
 /// The token of the supervisor's doorbell, by which commands come too. Sessions count from 1.
 const SUPERVISOR_TOKEN: u64 = 0;
@@ -274,23 +274,49 @@ impl<D: Device> Executor<D> {
         let Self { stations, launcher, sessions, counters, deferred, link, .. } = self;
         let paused = deferred.as_ref().and_then(Command::waits_for);
         let mut overall = Turn::Idle;
+        let mut failed = None;
         for (station, _) in stations {
             let turn = match paused {
                 // Only what runs goes on, so that the command's turn comes.
                 Some(session) if station.serves(session) && !station.works_for(session) => continue,
                 _ => station.turn(launcher, sessions, counters),
             };
-            let turn = turn.unwrap_or_else(|broken| {
-                tell_broken(link, station.scope(), broken);
-                counters.add(Counter::RingsBroken, 1);
-                Turn::Progressed
-            });
+            let turn = match turn {
+                Ok(turn) => turn,
+                Err(Trouble::Ring(broken)) => {
+                    tell_broken(link, station.scope(), broken);
+                    counters.add(Counter::RingsBroken, 1);
+                    Turn::Progressed
+                }
+                Err(Trouble::Device(fault)) => {
+                    failed = Some(fault);
+                    break;
+                }
+            };
             overall = overall.max(turn);
+        }
+        if let Some(fault) = failed {
+            self.give_up(&fault);
         }
         if overall == Turn::Progressed {
             self.export.publish(&self.counters);
         }
         overall
+    }
+
+    /// The device failed: answers what it was given, says so, and ends the process. The supervisor starts the next one.
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "a drop would free what the device may still write to"
+    )]
+    fn give_up(&mut self, fault: &DeviceFault) -> ! {
+        for (station, _) in &mut self.stations {
+            station.lose(&self.counters);
+        }
+        self.export.publish(&self.counters);
+        // Whoever does not hear it learns it from the exit code.
+        reply(&self.link, 0, Reply::DeviceFailed { reason: fault.0.clone() }).ok();
+        std::process::exit(EXIT_DEVICE_FAILED)
     }
 
     /// Carries out one command, if there is one and its session's running copy has ended.

@@ -13,10 +13,10 @@
 
 use std::sync::Arc;
 
-use statecopy_kernels::device::Device;
+use statecopy_kernels::device::{Device, DeviceFault};
 use statecopy_proto::{RefusalCode, SessionId};
 use statecopy_session::{
-    Answer, CopyRequest, Executor as Ring, Fault, MonotonicNs, RingBroken, Taken,
+    Answer, CopyRequest, Executor as Ring, Fault, MonotonicNs, RingBroken, Subject, Taken,
 };
 
 use crate::counters::{Counter, Counters};
@@ -46,6 +46,21 @@ pub(super) enum Turn {
     Waiting,
     /// Something moved on.
     Progressed,
+}
+
+/// Why a turn ended badly.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Trouble {
+    /// The ring makes no sense from now on. Said once; then it is idle for ever.
+    Ring(RingBroken),
+    /// The device failed under the running copy, which is not answered yet. Nothing more can be asked of the device.
+    Device(DeviceFault),
+}
+
+impl From<RingBroken> for Trouble {
+    fn from(broken: RingBroken) -> Self {
+        Self::Ring(broken)
+    }
 }
 
 /// A request under way.
@@ -120,29 +135,34 @@ impl<D: Device> Station<D> {
     /// Does one bounded thing: takes a request, or moves the running one on by one launch.
     ///
     /// # Errors
-    /// The ring makes no sense from now on. Said once; then it is idle for ever.
+    /// [`Trouble`].
     pub(super) fn turn(
         &mut self,
         launcher: &mut D::Launcher,
         sessions: &Sessions<D>,
         counters: &Counters,
-    ) -> Result<Turn, RingBroken> {
+    ) -> Result<Turn, Trouble> {
         if self.job.is_none() && !self.begin(sessions, launcher, counters)? {
             return Ok(Turn::Idle);
         }
         let Some(job) = &mut self.job else { return Ok(Turn::Progressed) };
-        Ok(match job.running.step(launcher, &self.inline, &job.request) {
-            Ok(Progress::Waiting) => Turn::Waiting,
-            Ok(Progress::Launched) => Turn::Progressed,
-            Ok(Progress::Done(copied)) => {
+        let progress = job.running.step(launcher, &self.inline, &job.request);
+        Ok(match progress.map_err(Trouble::Device)? {
+            Progress::Waiting => Turn::Waiting,
+            Progress::MovedOn => Turn::Progressed,
+            Progress::Done(copied) => {
                 self.finish(Ok(copied), counters);
                 Turn::Progressed
             }
-            Err(fault) => {
-                self.finish(Err(fault), counters);
-                panic!("The device failed under a copy");
-            }
         })
+    }
+
+    /// The device failed. A copy that it was given any of is DEVICE_LOST: it may be the cause, and its rows are undefined.
+    /// One that had not begun is left to the next device process.
+    pub(super) fn lose(&mut self, counters: &Counters) {
+        if self.job.as_ref().is_some_and(|job| job.running.has_begun()) {
+            self.finish(Err(Subject::Device.fault(0, 0)), counters);
+        }
     }
 
     /// Takes a request, and answers it at once if it is refused. False: there was none.

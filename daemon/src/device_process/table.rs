@@ -102,7 +102,8 @@ impl<D: Device> Target<D> {
             max_selected: layers.iter().map(|(layer, _)| layer.max_selected).min().unwrap_or(0),
             check_unique: layers.iter().any(|(layer, _)| layer.check_unique),
             is_set: false,
-            rows_per_launch: (terms.launch_bytes_max / payload_bytes).max(1),
+            rows_per_launch: (terms.launch_bytes_max / payload_bytes)
+                .clamp(1, device.rows_per_launch_max()),
             hook_epoch: terms.hook_epoch,
         })
     }

@@ -164,6 +164,7 @@ impl Keeper {
 
     /// Makes sure that the process is dead: only then may its copies run elsewhere.
     async fn bury(&mut self, process: &mut DeviceProcess) -> Stop {
+        self.channels.state.send_modify(|state| state.ready = false);
         let status = match tokio::time::timeout(END_MAX, &mut process.exit).await {
             Ok(status) => status.ok(),
             Err(_) => {
@@ -231,6 +232,9 @@ impl Keeper {
         if let Reply::RingBroken { session, reason } = reply {
             self.tell_broken(BrokenRing { session, reason });
             return Ok(());
+        }
+        if let Reply::DeviceFailed { reason } = reply {
+            return Err(LinkError::DeviceFailed(reason));
         }
         let Some(call) = self.calls.front_mut().filter(|call| call.sent && call.id == id) else {
             return Err(LinkError::OutOfTurn("an answer that nobody waits for"));

@@ -119,6 +119,7 @@ impl Call {
                 }
                 Ok(if last { Outcome::Final } else { Outcome::More })
             }
+            Reply::DeviceFailed { reason } => Err(LinkError::DeviceFailed(reason)),
             Reply::RingBroken { .. } => Err(LinkError::OutOfTurn("news as an answer")),
             Reply::Ready(_) => Err(LinkError::OutOfTurn("it was ready before")),
         }
