@@ -1,0 +1,595 @@
+// Measures state_copy.cu on this machine's first GPU: see kernel_probe.py, which builds and starts it.
+//
+//   kernel_probe STATE_COPY_CU ARCH [TRITON_LIST]
+//
+// Every kernel gathers (or scatters) 0.75 MiB states of pages of 27, and its bytes are checked before it is timed. Rows and
+// packed buffers rotate, so that their total is well over the L2 cache.
+
+#include <cuda.h>
+#include <nvrtc.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+typedef uint64_t u64;
+typedef uint32_t u32;
+
+#define CHECK(call)                                                                              \
+    do {                                                                                         \
+        const CUresult result = (call);                                                          \
+        if (result != CUDA_SUCCESS) {                                                            \
+            const char* name = "?";                                                              \
+            cuGetErrorName(result, &name);                                                       \
+            std::fprintf(stderr, "line %d: %s: %s\n", __LINE__, #call, name ? name : "?");       \
+            std::exit(1);                                                                        \
+        }                                                                                        \
+    } while (0)
+
+constexpr u64 PAYLOAD = 786432, PAGE = 27 * PAYLOAD, ROWS = 512, LAYERS = 69, BATCH_SELECTED = 8;
+constexpr u64 CALLS = 100;      // in one graph
+constexpr u64 MEMCPY = 8ull << 30;
+
+struct alignas(16) Arguments {
+    u64 bases, base, packed, indices, flags, row_states, rows, page_stride, payload, selected, first_row;
+    u32 direction, index_width, flags_kind, inline_flags_at;
+    u64 reserved;
+    unsigned char inline_bytes[3888];
+};
+static_assert(sizeof(Arguments) == 4000, "as in state_copy.cu");
+
+// The last block tells the host that all are done: what a launch without a write behind it would need.
+const char* const DONE_ENTRY = R"(
+extern "C" __global__ void __launch_bounds__(THREADS, 2048 / THREADS)
+gather_done(const __grid_constant__ Arguments a, u32* finished, volatile u64* word, u64 value) {
+    state_copy(a, DIRECTION_GATHER, 4);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence_system();
+        if (atomicAdd(finished, 1) == gridDim.x * gridDim.y - 1) {
+            *finished = 0;
+            __threadfence_system();
+            *word = value;
+        }
+    }
+}
+)";
+
+double now_us() {
+    return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+double median(std::vector<double> values) {
+    std::sort(values.begin(), values.end());
+    return values[values.size() / 2];
+}
+
+std::string read(const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    if (!file) {
+        std::fprintf(stderr, "%s cannot be read\n", path.c_str());
+        std::exit(1);
+    }
+    std::ostringstream text;
+    text << file.rdbuf();
+    return text.str();
+}
+
+CUmodule compile(const std::string& source, const std::string& arch, std::vector<std::string> options) {
+    options.push_back("--gpu-architecture=" + arch);
+    options.push_back("--std=c++17");
+    nvrtcProgram program;
+    nvrtcCreateProgram(&program, source.c_str(), "state_copy.cu", 0, nullptr, nullptr);
+    std::vector<const char*> given;
+    for (const auto& option : options) given.push_back(option.c_str());
+    const nvrtcResult result = nvrtcCompileProgram(program, int(given.size()), given.data());
+    if (result != NVRTC_SUCCESS) {
+        size_t size = 0;
+        nvrtcGetProgramLogSize(program, &size);
+        std::string log(size, ' ');
+        nvrtcGetProgramLog(program, &log[0]);
+        std::fprintf(stderr, "%s\n%s\n", nvrtcGetErrorString(result), log.c_str());
+        std::exit(1);
+    }
+    size_t size = 0;
+    nvrtcGetCUBINSize(program, &size);
+    std::vector<char> code(size);
+    nvrtcGetCUBIN(program, code.data());
+    nvrtcDestroyProgram(&program);
+    CUmodule module;
+    CHECK(cuModuleLoadData(&module, code.data()));
+    return module;
+}
+
+CUfunction entry(CUmodule module, const char* name) {
+    CUfunction function;
+    CHECK(cuModuleGetFunction(&function, module, name));
+    return function;
+}
+
+// --- memory -----------------------------------------------------------------------------------------------------------
+
+CUdeviceptr arena, packed_memory, device_indices, bases, finished;
+int* pinned_indices;
+CUdeviceptr pinned_indices_at;
+unsigned char* states;
+CUdeviceptr states_at;
+volatile u64* word;
+CUdeviceptr word_at;
+CUstream stream;
+std::vector<int> rows;          // a permutation: set k of S rows begins at k * S
+
+constexpr u64 FIRST = 2 * PAYLOAD;      // where the first layer lies in a page
+
+u32 pattern(u64 row, u64 at) {
+    return u32(at) * 2654435761u ^ u32(row) << 19;
+}
+
+void set_up() {
+    CHECK(cuMemAlloc(&arena, std::max(ROWS * PAGE, 2 * MEMCPY)));
+    CHECK(cuMemAlloc(&packed_memory, LAYERS * BATCH_SELECTED * PAYLOAD));
+    CHECK(cuMemAlloc(&device_indices, ROWS * 4));
+    CHECK(cuMemAlloc(&bases, LAYERS * 8));
+    CHECK(cuMemAlloc(&finished, 4));
+    CHECK(cuMemsetD8(finished, 0, 4));
+    void* host;
+    CHECK(cuMemHostAlloc(&host, ROWS * 4, CU_MEMHOSTALLOC_DEVICEMAP));
+    pinned_indices = static_cast<int*>(host);
+    CHECK(cuMemHostGetDevicePointer(&pinned_indices_at, host, 0));
+    CHECK(cuMemHostAlloc(&host, 65536, CU_MEMHOSTALLOC_DEVICEMAP));
+    states = static_cast<unsigned char*>(host);
+    CHECK(cuMemHostGetDevicePointer(&states_at, host, 0));
+    CHECK(cuMemHostAlloc(&host, 4096, CU_MEMHOSTALLOC_DEVICEMAP));
+    word = static_cast<volatile u64*>(host);
+    *word = 0;
+    CHECK(cuMemHostGetDevicePointer(&word_at, host, 0));
+    int low, high;
+    CHECK(cuCtxGetStreamPriorityRange(&low, &high));
+    CHECK(cuStreamCreateWithPriority(&stream, CU_STREAM_NON_BLOCKING, high));
+    for (u64 row = 0; row < ROWS; row++) rows.push_back(int(row));
+    std::shuffle(rows.begin(), rows.end(), std::mt19937_64(7));
+    std::memcpy(pinned_indices, rows.data(), ROWS * 4);
+    CHECK(cuMemcpyHtoD(device_indices, rows.data(), ROWS * 4));
+    std::vector<u64> table;
+    for (u64 layer = 0; layer < LAYERS; layer++) {
+        table.push_back(arena + FIRST + layer % 25 * PAYLOAD + layer / 25 * 170 * PAGE);
+    }
+    CHECK(cuMemcpyHtoD(bases, table.data(), LAYERS * 8));
+}
+
+void fill_cache() {
+    std::vector<u32> row_words(PAYLOAD / 4);
+    for (u64 row = 0; row < ROWS; row++) {
+        for (u64 at = 0; at < row_words.size(); at++) row_words[at] = pattern(row, at);
+        CHECK(cuMemcpyHtoD(arena + FIRST + row * PAGE, row_words.data(), PAYLOAD));
+    }
+    CHECK(cuCtxSynchronize());
+}
+
+// --- kernels ----------------------------------------------------------------------------------------------------------
+
+enum class From { Inline, Device, Pinned };
+
+// One launch on the stream: S rows that begin at place `at` of the permutation, packed at the same place.
+typedef std::function<void(u64 selected, u64 at)> Launch;
+
+struct Kernel {
+    std::string label;
+    Launch launch;
+    bool gather;
+    double us[4];
+};
+
+Arguments arguments(u64 selected, u64 at, From from, bool row_states) {
+    Arguments a;
+    std::memset(&a, 0, sizeof a);
+    a.base = arena + FIRST;
+    a.packed = packed_memory + at * PAYLOAD;
+    a.rows = ROWS;
+    a.page_stride = PAGE;
+    a.payload = PAYLOAD;
+    a.selected = selected;
+    a.index_width = 4;
+    a.row_states = row_states ? states_at : 0;
+    switch (from) {
+    case From::Inline: std::memcpy(a.inline_bytes, rows.data() + at, selected * 4); break;
+    case From::Device: a.indices = device_indices + at * 4; break;
+    case From::Pinned: a.indices = pinned_indices_at + at * 4; break;
+    }
+    return a;
+}
+
+void launch_ours(CUfunction function, u32 threads, u64 chunk, Arguments& a, u64 row_count) {
+    void* parameters[] = {&a};
+    CHECK(cuLaunchKernel(function, u32((PAYLOAD + chunk - 1) / chunk), u32(row_count), 1, threads, 1, 1, 0, stream,
+                         parameters, nullptr));
+}
+
+Launch ours(CUfunction function, u32 threads, u64 chunk, From from, bool row_states) {
+    return [=](u64 selected, u64 at) {
+        Arguments a = arguments(selected, at, from, row_states);
+        launch_ours(function, threads, chunk, a, selected);
+    };
+}
+
+std::vector<std::string> options(u32 threads, u64 chunk, int load, int store, u32 inline_bytes = 3888) {
+    const auto define = [](const char* name, u64 value) { return "-D" + std::string(name) + "=" + std::to_string(value); };
+    return {define("FUSED", 1), define("ITEM_BYTES", 4), define("VECTOR_BYTES", 16), define("EVEN", 1),
+            define("THREADS", threads), define("CHUNK_BYTES", chunk), define("LOAD_HINT", u64(load)),
+            define("STORE_HINT", u64(store)), define("INLINE_BYTES", inline_bytes)};
+}
+
+void check(const Kernel& kernel) {
+    // A gather brings what the permutation names; a scatter of that puts it back, so that the cache stays as it is.
+    const u64 selected = 8, at = 24;
+    std::vector<u32> got(selected * PAYLOAD / 4);
+    if (kernel.gather) {
+        CHECK(cuMemsetD8(packed_memory + at * PAYLOAD, 0xee, selected * PAYLOAD));
+        CHECK(cuCtxSynchronize());
+        kernel.launch(selected, at);
+        CHECK(cuStreamSynchronize(stream));
+        CHECK(cuMemcpyDtoH(got.data(), packed_memory + at * PAYLOAD, selected * PAYLOAD));
+    } else {
+        for (u64 s = 0; s < selected; s++) {
+            CHECK(cuMemcpyDtoD(packed_memory + (at + s) * PAYLOAD, arena + FIRST + rows[at + s] * PAGE, PAYLOAD));
+            CHECK(cuMemsetD8(arena + FIRST + rows[at + s] * PAGE, 0xee, PAYLOAD));
+        }
+        CHECK(cuCtxSynchronize());
+        kernel.launch(selected, at);
+        CHECK(cuStreamSynchronize(stream));
+        for (u64 s = 0; s < selected; s++) {
+            CHECK(cuMemcpyDtoH(got.data() + s * PAYLOAD / 4, arena + FIRST + rows[at + s] * PAGE, PAYLOAD));
+        }
+    }
+    for (u64 s = 0; s < selected; s++) {
+        for (u64 word = 0; word < PAYLOAD / 4; word++) {
+            if (got[s * PAYLOAD / 4 + word] != pattern(u64(rows[at + s]), word)) {
+                std::fprintf(stderr, "%s: row %d, word %d is wrong\n", kernel.label.c_str(), int(s), int(word));
+                std::exit(1);
+            }
+        }
+    }
+}
+
+std::vector<Kernel> our_kernels(const std::string& source, const std::string& arch) {
+    std::vector<Kernel> kernels;
+    const auto add = [&](const std::string& label, Launch launch, bool gather = true) {
+        kernels.push_back({label, std::move(launch), gather, {}});
+    };
+    struct Shape { u32 threads; u64 chunk; int load, store; };
+    const Shape shapes[] = {
+        {256, 8192, 0, 0}, {128, 4096, 0, 0}, {128, 8192, 0, 0}, {256, 4096, 0, 0}, {256, 16384, 0, 0},
+        {512, 8192, 0, 0}, {512, 16384, 0, 0}, {512, 32768, 0, 0}, {1024, 16384, 0, 0}, {1024, 32768, 0, 0},
+        {256, 32768, 0, 0}, {128, 16384, 0, 0},
+        {256, 8192, 1, 0}, {256, 8192, 2, 0}, {256, 8192, 3, 0}, {256, 8192, 4, 0}, {256, 8192, 5, 0},
+        {256, 8192, 0, 1}, {256, 8192, 0, 2}, {256, 8192, 1, 1}, {256, 8192, 4, 1}, {256, 8192, 4, 2},
+        {256, 16384, 1, 1}, {256, 16384, 4, 0}, {256, 16384, 4, 1}, {512, 16384, 4, 0}, {512, 16384, 4, 1},
+        {512, 16384, 1, 1}, {128, 8192, 4, 1}, {128, 4096, 4, 0}, {1024, 16384, 4, 1},
+    };
+    for (const Shape& shape : shapes) {
+        const CUmodule module = compile(source, arch, options(shape.threads, shape.chunk, shape.load, shape.store));
+        const CUfunction gather = entry(module, "gather_int32");
+        const std::string label = "ours " + std::to_string(shape.threads) + "x" + std::to_string(shape.chunk) + " ld" +
+                                  std::to_string(shape.load) + " st" + std::to_string(shape.store);
+        add(label, ours(gather, shape.threads, shape.chunk, From::Device, false));
+        if (&shape == shapes) {
+            add(label + " control", ours(gather, shape.threads, shape.chunk, From::Device, false));
+            add(label + " inline", ours(gather, shape.threads, shape.chunk, From::Inline, false));
+            add(label + " inline, row states", ours(gather, shape.threads, shape.chunk, From::Inline, true));
+            add(label + " device, row states", ours(gather, shape.threads, shape.chunk, From::Device, true));
+            add(label + " pinned indices", ours(gather, shape.threads, shape.chunk, From::Pinned, false));
+            const CUmodule small = compile(source, arch, options(256, 8192, 0, 0, 144));
+            // 144 bytes hold 36 indices: with more the kernel reads them from the device.
+            const CUfunction small_gather = entry(small, "gather_int32");
+            add("ours 256x8192 ld0 st0 256-byte argument", [=](u64 selected, u64 at) {
+                ours(small_gather, 256, 8192, selected <= 36 ? From::Inline : From::Device, false)(selected, at);
+            });
+        }
+        add(label, ours(entry(module, "scatter_int32"), shape.threads, shape.chunk, From::Device, false), false);
+    }
+    return kernels;
+}
+
+// Lines of: label, file of the code, entry, threads, bytes of shared memory, elements of a block, gather|scatter.
+void add_triton(std::vector<Kernel>& kernels, const std::string& list) {
+    std::istringstream lines(read(list));
+    std::string label, file, name, direction;
+    u32 threads, shared, block;
+    while (lines >> label >> file >> name >> threads >> shared >> block >> direction) {
+        CUmodule module;
+        CHECK(cuModuleLoadData(&module, read(file).data()));
+        const CUfunction function = entry(module, name.c_str());
+        if (shared > 48 * 1024) {
+            CHECK(cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, int(shared)));
+        }
+        kernels.push_back({label, [=](u64 selected, u64 at) {
+            CUdeviceptr cache = arena + FIRST, packed = packed_memory + at * PAYLOAD, indices = device_indices + at * 4;
+            int row_limit = int(ROWS), page = int(PAGE / 4);
+            u64 scratch = 0;
+            // Newer compilers add pointers to scratch memory; surplus entries are not read.
+            void* parameters[] = {&cache, &packed, &indices, &row_limit, &page, &scratch, &scratch, &scratch};
+            CHECK(cuLaunchKernel(function, u32(PAYLOAD / 4 / block), u32(selected), 1, threads, 1, 1, shared, stream,
+                                 parameters, nullptr));
+        }, direction == "gather", {}});
+    }
+}
+
+// --- kernel time ------------------------------------------------------------------------------------------------------
+
+CUgraphExec graph_of(const Kernel& kernel, u64 selected) {
+    const u64 sets = ROWS / selected;
+    CHECK(cuStreamBeginCapture(stream, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL));
+    for (u64 call = 0; call < CALLS; call++) kernel.launch(selected, call % sets * selected);
+    CUgraph graph;
+    CHECK(cuStreamEndCapture(stream, &graph));
+    CUgraphExec executable;
+    CHECK(cuGraphInstantiate(&executable, graph, 0));
+    CHECK(cuGraphDestroy(graph));
+    return executable;
+}
+
+void time_graphs(std::vector<Kernel>& kernels, size_t column, u64 selected, int rounds) {
+    CUevent begin, end;
+    CHECK(cuEventCreate(&begin, CU_EVENT_DEFAULT));
+    CHECK(cuEventCreate(&end, CU_EVENT_DEFAULT));
+    std::vector<CUgraphExec> graphs;
+    for (const Kernel& kernel : kernels) graphs.push_back(graph_of(kernel, selected));
+    std::vector<std::vector<double>> samples(kernels.size());
+    std::vector<size_t> order(kernels.size());
+    for (size_t at = 0; at < order.size(); at++) order[at] = at;
+    std::mt19937_64 random(selected);
+    for (int round = -1; round < rounds; round++) {
+        std::shuffle(order.begin(), order.end(), random);
+        for (const size_t at : order) {
+            CHECK(cuEventRecord(begin, stream));
+            CHECK(cuGraphLaunch(graphs[at], stream));
+            CHECK(cuEventRecord(end, stream));
+            CHECK(cuEventSynchronize(end));
+            float ms;
+            CHECK(cuEventElapsedTime(&ms, begin, end));
+            if (round >= 0) samples[at].push_back(ms * 1000.0 / CALLS);
+        }
+    }
+    for (size_t at = 0; at < kernels.size(); at++) {
+        kernels[at].us[column] = median(samples[at]);
+        CHECK(cuGraphExecDestroy(graphs[at]));
+    }
+}
+
+void print_kernels(std::vector<Kernel> kernels) {
+    std::stable_sort(kernels.begin(), kernels.end(), [](const Kernel& a, const Kernel& b) { return a.us[3] < b.us[3]; });
+    for (const bool gather : {true, false}) {
+        std::printf("\n%s, us a call in a replayed graph of %d (/TB/s read plus written)\n%-38s %12s %12s %12s %12s\n",
+                    gather ? "gather" : "scatter", int(CALLS), "", "S=1", "S=8", "S=64", "S=256");
+        for (const Kernel& kernel : kernels) {
+            if (kernel.gather != gather) continue;
+            std::printf("%-38s", kernel.label.c_str());
+            const u64 selected[] = {1, 8, 64, 256};
+            for (int at = 0; at < 4; at++) {
+                std::printf(" %7.2f/%4.2f", kernel.us[at], 2.0 * selected[at] * PAYLOAD / kernel.us[at] / 1e6);
+            }
+            std::printf("\n");
+        }
+    }
+}
+
+void print_memcpy() {
+    CUevent begin, end;
+    CHECK(cuEventCreate(&begin, CU_EVENT_DEFAULT));
+    CHECK(cuEventCreate(&end, CU_EVENT_DEFAULT));
+    std::vector<double> samples;
+    for (int round = 0; round < 8; round++) {
+        CHECK(cuEventRecord(begin, stream));
+        CHECK(cuMemcpyDtoDAsync(arena + MEMCPY, arena, MEMCPY, stream));
+        CHECK(cuEventRecord(end, stream));
+        CHECK(cuEventSynchronize(end));
+        float ms;
+        CHECK(cuEventElapsedTime(&ms, begin, end));
+        if (round > 0) samples.push_back(ms);
+    }
+    std::printf("\ncudaMemcpy of 8 GiB: %.2f TB/s read plus written\n", 2.0 * MEMCPY / median(samples) / 1e9);
+}
+
+// --- host-completed ---------------------------------------------------------------------------------------------------
+
+u64 ticket = 0;
+
+void poll(u64 value) {
+    // Words only grow, and a later one may stand there already.
+    while (*word < value) {
+#if defined(__x86_64__)
+        __builtin_ia32_pause();
+#endif
+    }
+}
+
+void write_and_poll() {
+    ticket++;
+    CHECK(cuStreamWriteValue64(stream, word_at, ticket, CU_STREAM_WRITE_VALUE_DEFAULT));
+    poll(ticket);
+}
+
+void print_host_completed(const std::string& source, const std::string& arch) {
+    const CUmodule large = compile(source + DONE_ENTRY, arch, options(256, 8192, 0, 0));
+    const CUmodule small = compile(source + DONE_ENTRY, arch, options(256, 8192, 0, 0, 144));
+    struct Scheme { const char* label; std::function<void(u64, u64)> run; };
+    std::vector<Scheme> schemes;
+    const CUfunction large_gather = entry(large, "gather_int32"), small_gather = entry(small, "gather_int32");
+    const CUfunction large_done = entry(large, "gather_done"), small_done = entry(small, "gather_done");
+    const auto done = [](CUfunction function, From from) {
+        return [=](u64 selected, u64 at) {
+            Arguments a = arguments(selected, at, from, false);
+            u64 value = ++ticket;
+            void* parameters[] = {&a, &finished, &word_at, &value};
+            CHECK(cuLaunchKernel(function, u32(PAYLOAD / 8192), u32(selected), 1, 256, 1, 1, 0, stream, parameters, nullptr));
+            poll(value);
+        };
+    };
+    const auto synchronised = [](Launch launch) {
+        return [=](u64 selected, u64 at) {
+            launch(selected, at);
+            CHECK(cuStreamSynchronize(stream));
+        };
+    };
+    const auto written = [](Launch launch) {
+        return [=](u64 selected, u64 at) {
+            launch(selected, at);
+            write_and_poll();
+        };
+    };
+    const Launch inline_large = ours(large_gather, 256, 8192, From::Inline, false);
+    const Launch inline_small = [=](u64 selected, u64 at) {
+        ours(small_gather, 256, 8192, selected <= 36 ? From::Inline : From::Device, false)(selected, at);
+    };
+    const Launch pinned_small = ours(small_gather, 256, 8192, From::Pinned, false);
+    schemes.push_back({"launch, synchronise            parameter 4000", synchronised(inline_large)});
+    schemes.push_back({"launch, synchronise            parameter 256*", synchronised(inline_small)});
+    schemes.push_back({"launch, synchronise            pinned indices", synchronised(pinned_small)});
+    schemes.push_back({"launch, write word, poll       parameter 4000", written(inline_large)});
+    schemes.push_back({"  the same again (control)", written(inline_large)});
+    schemes.push_back({"launch, write word, poll       parameter 256*", written(inline_small)});
+    schemes.push_back({"launch, write word, poll       pinned indices", written(pinned_small)});
+    schemes.push_back({"  4000, row states in pinned memory", written(ours(large_gather, 256, 8192, From::Inline, true))});
+    schemes.push_back({"  indices copied to the device first", [=](u64 selected, u64 at) {
+        CHECK(cuMemcpyHtoDAsync(device_indices + at * 4, pinned_indices + at, selected * 4, stream));
+        ours(small_gather, 256, 8192, From::Device, false)(selected, at);
+        write_and_poll();
+    }});
+    schemes.push_back({"  write without a memory barrier", [=](u64 selected, u64 at) {
+        inline_large(selected, at);
+        ticket++;
+        CHECK(cuStreamWriteValue64(stream, word_at, ticket, CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER));
+        poll(ticket);
+    }});
+    schemes.push_back({"last block writes, poll        parameter 4000", done(large_done, From::Inline)});
+    schemes.push_back({"last block writes, poll        parameter 256*", [=](u64 selected, u64 at) {
+        done(small_done, selected <= 36 ? From::Inline : From::Device)(selected, at);
+    }});
+    schemes.push_back({"last block writes, poll        pinned indices", done(small_done, From::Pinned)});
+    schemes.push_back({"nothing but write word, poll", [=](u64, u64) { write_and_poll(); }});
+
+    const u64 selections[] = {1, 8, 64};
+    std::vector<std::vector<double>> medians(schemes.size());
+    for (const u64 selected : selections) {
+        std::vector<std::vector<double>> samples(schemes.size());
+        std::vector<size_t> order(schemes.size());
+        for (size_t at = 0; at < order.size(); at++) order[at] = at;
+        std::mt19937_64 random(selected);
+        const u64 sets = ROWS / selected;
+        for (u64 round = 0; round < 1100; round++) {
+            std::shuffle(order.begin(), order.end(), random);
+            for (const size_t at : order) {
+                const u64 set = (round * 13 + at) % sets * selected;
+                const double from = now_us();
+                schemes[at].run(selected, set);
+                if (round >= 100) samples[at].push_back(now_us() - from);
+            }
+        }
+        for (size_t at = 0; at < schemes.size(); at++) medians[at].push_back(median(samples[at]));
+    }
+    std::printf("\nhost-completed gather, us wall, p50  (* inline up to 36 rows, else device memory)\n%-46s %8s %8s %8s\n",
+                "", "S=1", "S=8", "S=64");
+    for (size_t at = 0; at < schemes.size(); at++) {
+        std::printf("%-46s %8.2f %8.2f %8.2f\n", schemes[at].label, medians[at][0], medians[at][1], medians[at][2]);
+    }
+    for (const auto& [label, function] : std::map<std::string, CUfunction>{{"4000", large_gather}, {"256", small_gather}}) {
+        std::vector<double> samples;
+        for (int round = 0; round < 2000; round++) {
+            Arguments a = arguments(1, 0, From::Inline, false);
+            const double from = now_us();
+            launch_ours(function, 256, 8192, a, 1);
+            samples.push_back(now_us() - from);
+            CHECK(cuStreamSynchronize(stream));
+        }
+        std::printf("the launch call alone, parameter of %s bytes: %.2f us\n", label.c_str(), median(samples));
+    }
+}
+
+// --- a batch in parts -------------------------------------------------------------------------------------------------
+
+void print_batch(const std::string& source, const std::string& arch, double one_layer_us) {
+    const CUfunction gather = entry(compile(source, arch, options(256, 8192, 0, 0)), "gather_int32");
+    const u64 all = LAYERS * BATCH_SELECTED;
+    // `depth` parts are under way at once.
+    const auto run = [&](u64 part_rows, u64 depth, u64 at) {
+        Arguments a = arguments(BATCH_SELECTED, 0, From::Inline, false);
+        int selected[BATCH_SELECTED];
+        for (u64 s = 0; s < BATCH_SELECTED; s++) selected[s] = int((at * BATCH_SELECTED + s) % 170);
+        std::memcpy(a.inline_bytes, selected, sizeof selected);
+        a.bases = bases;
+        a.rows = 170;
+        std::vector<u64> tickets;
+        size_t answered = 0;
+        for (u64 first = 0; first < all; first += part_rows) {
+            if (tickets.size() - answered == depth) poll(tickets[answered++]);
+            a.first_row = first;
+            launch_ours(gather, 256, 8192, a, std::min(part_rows, all - first));
+            tickets.push_back(++ticket);
+            CHECK(cuStreamWriteValue64(stream, word_at, ticket, CU_STREAM_WRITE_VALUE_DEFAULT));
+        }
+        poll(tickets.back());
+    };
+    const auto timed = [&](u64 part_rows, u64 depth) {
+        std::vector<double> samples;
+        for (u64 round = 0; round < 120; round++) {
+            const double from = now_us();
+            run(part_rows, depth, round % 21);
+            if (round >= 20) samples.push_back(now_us() - from);
+        }
+        return median(samples);
+    };
+    const u64 part = (64ull << 20) / PAYLOAD;
+    const double expected = LAYERS * one_layer_us;
+    std::printf("\n69 layers, S=8 (414 MiB), us wall, p50; 69 x one layer's kernel time is %.1f\n", expected);
+    for (const auto& [label, rows_of_part, depth] : std::vector<std::tuple<const char*, u64, u64>>{
+             {"one launch", all, 1}, {"parts of 64 MiB, all at once", part, 99}, {"parts of 64 MiB, two under way", part, 2},
+             {"parts of 64 MiB, one under way", part, 1}, {"parts of 32 MiB, two under way", part / 2, 2}}) {
+        const double us = timed(rows_of_part, depth);
+        std::printf("%-46s %8.1f  (%.3f)\n", label, us, us / expected);
+    }
+}
+
+int main(int count, char** values) {
+    if (count < 3) {
+        std::fprintf(stderr, "usage: kernel_probe STATE_COPY_CU ARCH [TRITON_LIST]\n");
+        return 2;
+    }
+    const std::string source = read(values[1]), arch = values[2];
+    CHECK(cuInit(0));
+    CUdevice device;
+    CHECK(cuDeviceGet(&device, 0));
+    CUcontext context;
+    CHECK(cuDevicePrimaryCtxSetFlags(device, CU_CTX_SCHED_SPIN));
+    CHECK(cuDevicePrimaryCtxRetain(&context, device));
+    CHECK(cuCtxSetCurrent(context));
+    char name[128] = "";
+    int driver = 0, major = 0, minor = 0;
+    CHECK(cuDeviceGetName(name, sizeof name, device));
+    CHECK(cuDriverGetVersion(&driver));
+    nvrtcVersion(&major, &minor);
+    std::printf("%s, driver API %d, NVRTC %d.%d, states of 0.75 MiB in pages of 27\n", name, driver, major, minor);
+    set_up();
+    print_memcpy();
+    fill_cache();
+    std::vector<Kernel> kernels = our_kernels(source, arch);
+    if (count > 3) add_triton(kernels, values[3]);
+    for (const Kernel& kernel : kernels) check(kernel);
+    const u64 selected[] = {1, 8, 64, 256};
+    const int rounds[] = {41, 41, 21, 9};
+    for (size_t at = 0; at < 4; at++) time_graphs(kernels, at, selected[at], rounds[at]);
+    print_kernels(kernels);
+    print_host_completed(source, arch);
+    print_batch(source, arch, kernels[0].us[1]);
+    std::printf("\nall bytes were right\n");
+    return 0;
+}
