@@ -30,7 +30,7 @@ use tokio::time::timeout;
 use crate::call::{Call, Failure};
 use crate::error::ProtocolError;
 use crate::lock::lock;
-use crate::socket::{DescriptorSocket, RingDescriptors};
+use crate::socket::{DescriptorSocket, RingDescriptors, Silence};
 use crate::transport::ResolvedCopy;
 
 pub(crate) use state::Held;
@@ -39,7 +39,7 @@ use state::{Owner, State, Submitted};
 /// What becomes of one copy.
 pub(crate) type Outcome = Result<Moved, Failure>;
 
-/// Whoever sleeps looks so often whether anybody is left who may answer.
+/// Whoever spins or sleeps looks so often whether anybody is left who may answer.
 const SLICE: Duration = Duration::from_millis(20);
 
 /// The ring of one session.
@@ -128,8 +128,8 @@ impl RingCopies {
             let waited = self.ring.freed.wait_timeout(state, slice);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
             state.waiting_for_place -= 1;
-            if self.ring.socket.nobody_serves() {
-                return Err(Failure::NotSent(nobody()));
+            if let Some(silence) = self.ring.socket.silence() {
+                return Err(silence.before_start());
             }
         }
     }
@@ -154,9 +154,9 @@ impl RingCopies {
             }
             copy.deadline = start.left().ok_or_else(|| full(&lock(&self.ring.state)))?;
             if timeout(copy.deadline.min(SLICE), freed).await.is_err()
-                && self.ring.socket.nobody_serves()
+                && let Some(silence) = self.ring.socket.silence()
             {
-                return Err(Failure::NotSent(nobody()));
+                return Err(silence.before_start());
             }
         }
     }
@@ -202,10 +202,12 @@ impl Ring {
         self.freed_tasks.notify_waiters();
     }
 
-    /// The outcome of a copy whose answer will not come, because nobody is left to give it.
-    fn outcome_of_the_dead(&self, state: &mut State, sequence: Sequence) -> Outcome {
+    /// The outcome of a copy, if its answer will not come any more: one that is there already counts.
+    fn outcome_in_silence(&self, sequence: Sequence) -> Option<Outcome> {
+        let silence = self.socket.silence()?;
+        let mut state = lock(&self.state);
         let outcome = state.take(sequence);
-        outcome.unwrap_or_else(|| Err(state.lose(sequence, nobody())))
+        Some(outcome.unwrap_or_else(|| Err(state.lose(sequence, &silence))))
     }
 }
 
@@ -213,10 +215,21 @@ impl Flight {
     /// Waits for the answer on this thread, until the call's deadline.
     pub(crate) fn wait(self, whole: &Call) -> Outcome {
         let Self { ring, sequence } = &self;
-        if ring.watch.spin(*sequence, ring.spin)
-            && let Some(outcome) = ring.take(&mut lock(&ring.state), *sequence)
-        {
-            return outcome;
+        for spin in ring.spin.slices(SLICE) {
+            if ring.watch.spin(*sequence, spin)
+                && let Some(outcome) = ring.take(&mut lock(&ring.state), *sequence)
+            {
+                return outcome;
+            }
+            // Only who spins for very long comes here.
+            if spin.is_at_least(SLICE) {
+                if let Some(outcome) = ring.outcome_in_silence(*sequence) {
+                    return outcome;
+                }
+                if whole.left().is_none() {
+                    break;
+                }
+            }
         }
         loop {
             let seen = {
@@ -235,8 +248,10 @@ impl Flight {
             if left.is_none() {
                 return Err(Failure::Unanswered);
             }
-            if !ring.watch.is_answered(*sequence) && ring.socket.nobody_serves() {
-                return ring.outcome_of_the_dead(&mut lock(&ring.state), *sequence);
+            if !ring.watch.is_answered(*sequence)
+                && let Some(outcome) = ring.outcome_in_silence(*sequence)
+            {
+                return outcome;
             }
         }
     }
@@ -256,7 +271,7 @@ impl TaskFlight {
         drop(flight);
         match answered {
             Ok(Ok(outcome)) => outcome,
-            Ok(Err(_)) => Err(Failure::Lost(nobody())),
+            Ok(Err(_)) => Err(Silence::DaemonGone.after_start()),
             Err(_) => Err(Failure::Unanswered),
         }
     }
@@ -268,14 +283,6 @@ fn full(state: &State) -> Failure {
         state.slots()
     );
     Refusal::new(RefusalCode::Overloaded, sentence).about("lane").into()
-}
-
-fn nobody() -> crate::error::BoxError {
-    std::io::Error::new(
-        std::io::ErrorKind::NotConnected,
-        "the daemon and its device process are gone",
-    )
-    .into()
 }
 
 #[cfg(test)]

@@ -1,21 +1,22 @@
 //! The descriptor socket, from the worker's side.
 
+use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use statecopy_descriptors::{AsyncConnection, ChannelError, Connection, has_exited};
-use statecopy_proto::Refusal;
 use statecopy_proto::descriptor_socket::{
     ATTACHED_DESCRIPTORS, DESCRIPTORS_MAX, DEVICE_PROCESS_DESCRIPTORS, DaemonRecord,
     RECORD_BYTES_MAX, Token, WorkerRecord,
 };
+use statecopy_proto::{Refusal, RefusalCode};
 use tokio::sync::Semaphore;
 use tokio::time::timeout_at;
 
 use crate::call::{Call, Failure};
-use crate::error::ProtocolError;
+use crate::error::{BoxError, ProtocolError};
 use crate::lock::lock;
 
 /// A connection to the descriptor socket. The session lives as long as it does.
@@ -28,6 +29,17 @@ pub(crate) struct DescriptorSocket {
     broken_off: Mutex<bool>,
     /// A pidfd of the device process that serves the session's ring now.
     device_process: Mutex<Option<OwnedFd>>,
+    /// Why the daemon ended the session, once it has said so.
+    ended: Mutex<Option<String>>,
+}
+
+/// Why no answer comes any more.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Silence {
+    /// The daemon is gone, and so is its device process.
+    DaemonGone,
+    /// The daemon lives and ended the session: why.
+    SessionEnded(String),
 }
 
 /// The session's ring, as the daemon sends it.
@@ -49,6 +61,7 @@ impl DescriptorSocket {
             turn: Semaphore::new(1),
             broken_off: Mutex::default(),
             device_process: Mutex::default(),
+            ended: Mutex::default(),
         };
         let (answer, descriptors) = timeout_at(call.deadline, async {
             socket.send(&WorkerRecord::Attach { token }, &[]).await?;
@@ -77,6 +90,7 @@ impl DescriptorSocket {
             turn: Semaphore::new(1),
             broken_off: Mutex::default(),
             device_process: Mutex::new(Some(device_process)),
+            ended: Mutex::default(),
         }
     }
 
@@ -99,8 +113,9 @@ impl DescriptorSocket {
                 match self.receive(0).await?.0 {
                     DaemonRecord::Received { tag: of, .. } if of == tag => {}
                     other => {
+                        let ended = matches!(other, DaemonRecord::SessionEnded { .. });
                         let failure = unexpected(other);
-                        *lock(&self.broken_off) = !matches!(failure, Failure::Refused(_));
+                        *lock(&self.broken_off) = ended || !matches!(failure, Failure::Refused(_));
                         return Err(failure);
                     }
                 }
@@ -138,29 +153,44 @@ impl DescriptorSocket {
         let descriptors_max = descriptors_max.max(DEVICE_PROCESS_DESCRIPTORS) as usize;
         loop {
             let received = self.connection.receive(&mut bytes, descriptors_max).await;
-            let received = received.map_err(lost)?;
+            let mut received = received.map_err(lost)?;
             let record = DaemonRecord::decode(&bytes[..received.bytes]);
             let record = record.map_err(ProtocolError::from)?;
-            if record == DaemonRecord::DeviceProcess {
-                self.note_device_process(received.descriptors);
-            } else {
+            self.note(&record, &mut received.descriptors);
+            if record != DaemonRecord::DeviceProcess {
                 return Ok((record, received.descriptors));
             }
         }
     }
 
-    fn note_device_process(&self, mut descriptors: Vec<OwnedFd>) {
-        if let Some(pidfd) = descriptors.pop() {
-            *lock(&self.device_process) = Some(pidfd);
+    /// Notes what the daemon says by itself.
+    fn note(&self, record: &DaemonRecord, descriptors: &mut Vec<OwnedFd>) {
+        match record {
+            DaemonRecord::DeviceProcess => {
+                if let Some(pidfd) = descriptors.pop() {
+                    *lock(&self.device_process) = Some(pidfd);
+                }
+            }
+            DaemonRecord::SessionEnded { sentence } => {
+                *lock(&self.ended) = Some(sentence.clone());
+            }
+            DaemonRecord::Attached
+            | DaemonRecord::Received { .. }
+            | DaemonRecord::Refused { .. } => {}
         }
     }
 
-    /// Whether nobody serves the session's ring any more: the daemon is gone, and so is its device process. While one of them
-    /// lives, a request may be answered yet, by this device process or the next. A few system calls.
-    pub(crate) fn nobody_serves(&self) -> bool {
+    /// Why nobody serves the session's ring any more, if nobody does: the daemon said that the session is over, or it is gone,
+    /// and so is its device process. While one of the two lives and the session with it, a request may be answered yet, by this
+    /// device process or the next. A few system calls.
+    pub(crate) fn silence(&self) -> Option<Silence> {
         let open = self.is_open();
         // All that the daemon ever said, if it is gone: nobody else's turn keeps it from being read.
-        self.read_news() && !open && self.device_process_is_dead()
+        let read = self.read_news();
+        if let Some(sentence) = lock(&self.ended).clone() {
+            return Some(Silence::SessionEnded(sentence));
+        }
+        (read && !open && self.device_process_is_dead()).then_some(Silence::DaemonGone)
     }
 
     fn device_process_is_dead(&self) -> bool {
@@ -173,12 +203,45 @@ impl DescriptorSocket {
         let Ok(_turn) = self.turn.try_acquire() else { return false };
         let mut bytes = [0; RECORD_BYTES_MAX];
         let most = DEVICE_PROCESS_DESCRIPTORS as usize;
-        while let Ok(Some(received)) = self.connection.try_receive(&mut bytes, most) {
-            if DaemonRecord::decode(&bytes[..received.bytes]) == Ok(DaemonRecord::DeviceProcess) {
-                self.note_device_process(received.descriptors);
+        while let Ok(Some(mut received)) = self.connection.try_receive(&mut bytes, most) {
+            // What cannot be read is no news; the next conversation finds the connection as it is.
+            if let Ok(record) = DaemonRecord::decode(&bytes[..received.bytes]) {
+                self.note(&record, &mut received.descriptors);
             }
         }
         true
+    }
+}
+
+impl Silence {
+    /// The failure of a copy that no executor had begun: nothing moved.
+    pub(crate) fn before_start(&self) -> Failure {
+        match self {
+            Self::DaemonGone => Failure::NotSent(self.cause()),
+            Self::SessionEnded(_) => {
+                Refusal::new(RefusalCode::SessionUnknown, self.sentence()).about("session").into()
+            }
+        }
+    }
+
+    /// The failure of a copy that may have moved bytes.
+    pub(crate) fn after_start(&self) -> Failure {
+        Failure::Lost(self.cause())
+    }
+
+    fn cause(&self) -> BoxError {
+        let kind = match self {
+            Self::DaemonGone => io::ErrorKind::NotConnected,
+            Self::SessionEnded(_) => io::ErrorKind::Other,
+        };
+        io::Error::new(kind, self.sentence()).into()
+    }
+
+    fn sentence(&self) -> String {
+        match self {
+            Self::DaemonGone => "the daemon and its device process are gone".to_owned(),
+            Self::SessionEnded(why) => format!("The daemon ended the session: {why}"),
+        }
     }
 }
 
@@ -209,6 +272,7 @@ fn lost(error: ChannelError) -> Failure {
 fn unexpected(record: DaemonRecord) -> Failure {
     match record {
         DaemonRecord::Refused { code, sentence } => Refusal::new(code, sentence).into(),
+        DaemonRecord::SessionEnded { sentence } => Silence::SessionEnded(sentence).before_start(),
         DaemonRecord::Attached | DaemonRecord::DeviceProcess | DaemonRecord::Received { .. } => {
             ProtocolError::UnexpectedRecord.into()
         }

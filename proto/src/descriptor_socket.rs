@@ -18,6 +18,7 @@
 //! | 130 | [`DaemonRecord::Received`] | u64 tag, u32 total, u32 zero | none |
 //! | 131 | [`DaemonRecord::Refused`] | u16 code, u16 length, the sentence | none |
 //! | 132 | [`DaemonRecord::DeviceProcess`] | none | one |
+//! | 133 | [`DaemonRecord::SessionEnded`] | u16 length, the sentence | none |
 //!
 //! A worker says `Attach` first and hears `Attached` or `Refused`. Every `Descriptors` is answered by `Received` or
 //! `Refused`, in order; records of one tag add up, so that a large allocation is sent in batches. After `Refused` the
@@ -27,6 +28,10 @@
 //! worker rings while the executor sleeps), and a pidfd of the device process. A daemon that serves no rings sends none of
 //! them: then copies go over gRPC. `DeviceProcess` comes by itself, also between a record and its answer, when another device
 //! process serves the same session memory: its pidfd replaces the earlier one.
+//!
+//! `SessionEnded` comes by itself, last, when the daemon ends an attached session and lives on. Nothing of the session runs
+//! any more then: what its ring does not say is answered never will be. A connection that is closed without it tells that the
+//! daemon is gone; the device process may answer yet, until it is gone too.
 
 use std::fmt;
 
@@ -36,7 +41,7 @@ use crate::{Refusal, RefusalCode};
 pub const RECORD_VERSION: u16 = 1;
 /// The longest record, in bytes.
 pub const RECORD_BYTES_MAX: usize = HEADER_BYTES + 4 + SENTENCE_BYTES_MAX;
-/// The longest sentence of a refusal, in bytes; a longer one is cut.
+/// The longest sentence of a record, in bytes; a longer one is cut.
 pub const SENTENCE_BYTES_MAX: usize = 400;
 /// Descriptors that one message carries at most.
 pub const DESCRIPTORS_MAX: u32 = 64;
@@ -56,12 +61,13 @@ const ATTACHED: u16 = 129;
 const RECEIVED: u16 = 130;
 const REFUSED: u16 = 131;
 const DEVICE_PROCESS: u16 = 132;
+const SESSION_ENDED: u16 = 133;
 
 /// Why bytes are no record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RecordError {
     /// Too short, or longer than its kind.
-    #[error("A record of this kind has {wanted} bytes, not {given}")]
+    #[error("A record of this kind, or a part of it, has {wanted} bytes, not {given}")]
     Length {
         /// What the kind needs.
         wanted: usize,
@@ -87,7 +93,7 @@ pub enum RecordError {
     #[error("{0} is no refusal code")]
     Code(u16),
     /// A sentence is too long or is not UTF-8.
-    #[error("The sentence of a refusal is not UTF-8 of at most {SENTENCE_BYTES_MAX} bytes")]
+    #[error("The sentence of a record is not UTF-8 of at most {SENTENCE_BYTES_MAX} bytes")]
     Sentence,
 }
 
@@ -160,6 +166,11 @@ pub enum DaemonRecord {
         /// What was wrong, cut to [`SENTENCE_BYTES_MAX`] bytes.
         sentence: String,
     },
+    /// The daemon ended the session and lives on. The last record; nobody asked.
+    SessionEnded {
+        /// Why, cut to [`SENTENCE_BYTES_MAX`] bytes.
+        sentence: String,
+    },
 }
 
 impl WorkerRecord {
@@ -203,9 +214,7 @@ impl DaemonRecord {
     /// The record that carries a refusal.
     #[must_use]
     pub fn refused(refusal: &Refusal) -> Self {
-        let sentence = refusal.sentence();
-        let cut = sentence.floor_char_boundary(SENTENCE_BYTES_MAX);
-        Self::Refused { code: refusal.code(), sentence: sentence[..cut].to_owned() }
+        Self::Refused { code: refusal.code(), sentence: cut(refusal.sentence()).to_owned() }
     }
 
     /// The bytes of one message.
@@ -216,13 +225,14 @@ impl DaemonRecord {
             Self::DeviceProcess => header(DEVICE_PROCESS),
             Self::Received { tag, total } => tagged(RECEIVED, *tag, *total),
             Self::Refused { code, sentence } => {
-                let cut = sentence.floor_char_boundary(SENTENCE_BYTES_MAX);
-                let sentence = &sentence.as_bytes()[..cut];
                 let mut bytes = header(REFUSED);
                 bytes.extend_from_slice(&code.number().to_le_bytes());
-                let length = u16::try_from(cut).unwrap_or(u16::MAX);
-                bytes.extend_from_slice(&length.to_le_bytes());
-                bytes.extend_from_slice(sentence);
+                write_sentence(&mut bytes, sentence);
+                bytes
+            }
+            Self::SessionEnded { sentence } => {
+                let mut bytes = header(SESSION_ENDED);
+                write_sentence(&mut bytes, sentence);
                 bytes
             }
         }
@@ -239,6 +249,7 @@ impl DaemonRecord {
             DEVICE_PROCESS => exact::<0>(body).map(|_| Self::DeviceProcess),
             RECEIVED => read_tagged(body).map(|(tag, total)| Self::Received { tag, total }),
             REFUSED => read_refused(body),
+            SESSION_ENDED => read_sentence(body).map(|sentence| Self::SessionEnded { sentence }),
             other => Err(RecordError::Kind(other)),
         }
     }
@@ -293,21 +304,42 @@ fn read_tagged(body: &[u8]) -> Result<(u64, u32), RecordError> {
 }
 
 fn read_refused(body: &[u8]) -> Result<DaemonRecord, RecordError> {
-    let given = HEADER_BYTES + body.len();
-    let Some((&[c0, c1, l0, l1], sentence)) = body.split_first_chunk::<4>() else {
+    let Some((&code, sentence)) = body.split_first_chunk::<2>() else {
+        let given = HEADER_BYTES + body.len();
         return Err(RecordError::Length { wanted: HEADER_BYTES + 4, given });
     };
-    let length = usize::from(u16::from_le_bytes([l0, l1]));
+    let sentence = read_sentence(sentence)?;
+    let number = u16::from_le_bytes(code);
+    let code = RefusalCode::try_from(number).map_err(|_| RecordError::Code(number))?;
+    Ok(DaemonRecord::Refused { code, sentence })
+}
+
+/// As much of a sentence as a record carries.
+fn cut(sentence: &str) -> &str {
+    &sentence[..sentence.floor_char_boundary(SENTENCE_BYTES_MAX)]
+}
+
+fn write_sentence(bytes: &mut Vec<u8>, sentence: &str) {
+    let sentence = cut(sentence).as_bytes();
+    let length = u16::try_from(sentence.len()).unwrap_or(u16::MAX);
+    bytes.extend_from_slice(&length.to_le_bytes());
+    bytes.extend_from_slice(sentence);
+}
+
+/// A sentence that ends its record.
+fn read_sentence(body: &[u8]) -> Result<String, RecordError> {
+    let Some((&length, sentence)) = body.split_first_chunk::<2>() else {
+        return Err(RecordError::Length { wanted: 2, given: body.len() });
+    };
+    let length = usize::from(u16::from_le_bytes(length));
     if length > SENTENCE_BYTES_MAX {
         return Err(RecordError::Sentence);
     }
     if sentence.len() != length {
-        return Err(RecordError::Length { wanted: HEADER_BYTES + 4 + length, given });
+        return Err(RecordError::Length { wanted: 2 + length, given: body.len() });
     }
-    let number = u16::from_le_bytes([c0, c1]);
-    let code = RefusalCode::try_from(number).map_err(|_| RecordError::Code(number))?;
     let sentence = std::str::from_utf8(sentence).map_err(|_| RecordError::Sentence)?;
-    Ok(DaemonRecord::Refused { code, sentence: sentence.to_owned() })
+    Ok(sentence.to_owned())
 }
 
 #[cfg(test)]
@@ -335,6 +367,7 @@ mod tests {
             (0..RefusalCode::ALL.len(), ".{0,150}").prop_map(|(at, sentence)| {
                 DaemonRecord::refused(&Refusal::new(RefusalCode::ALL[at], sentence))
             }),
+            ".{0,100}".prop_map(|sentence| DaemonRecord::SessionEnded { sentence }),
         ]
     }
 

@@ -20,7 +20,7 @@ fn refused(answer: &Option<DaemonRecord>) -> Option<RefusalCode> {
     match answer {
         Some(DaemonRecord::Refused { code, .. }) => Some(*code),
         Some(DaemonRecord::Attached | DaemonRecord::DeviceProcess) | None => None,
-        Some(DaemonRecord::Received { .. }) => None,
+        Some(DaemonRecord::Received { .. } | DaemonRecord::SessionEnded { .. }) => None,
     }
 }
 

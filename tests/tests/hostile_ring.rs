@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 use rustix::process::Signal;
 use statecopy_descriptors::Doorbell;
 use statecopy_kernels::layout::CacheLayout;
+use statecopy_proto::descriptor_socket::DaemonRecord;
 use statecopy_proto::v1::EventsRequest;
 use statecopy_proto::v1::event::Event;
 use statecopy_proto::{
@@ -118,7 +119,9 @@ fn a_ring_whose_count_moves_as_no_count_does_ends_its_session_and_no_other() {
         });
         let event = hostile.session.next(&mut events).unwrap().unwrap();
         let Some(Event::SessionEnded(ended)) = event.event else { panic!("{event:?}") };
-        assert!(ended.reason.contains("ring"), "{ended:?}");
+        assert!(ended.reason.contains(reason), "{ended:?}");
+        let last = hostile.session.hear();
+        assert_eq!(last, Some(DaemonRecord::SessionEnded { sentence: ended.reason }));
         assert_eq!(hostile.session.hear(), None, "the connection is closed");
         let metrics = daemon.get("/metrics").body;
         let ended = format!("statecopy_sessions_ended_total{{reason=\"ring_broken\"}} {round}");

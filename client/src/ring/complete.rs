@@ -4,8 +4,9 @@ use std::sync::PoisonError;
 use std::time::Instant;
 
 use crate::lock::lock;
+use crate::socket::Silence;
 
-use super::{Ring, SLICE, nobody};
+use super::{Ring, SLICE};
 
 /// Runs until the ring's owner goes away.
 pub(super) fn run(ring: &Ring) {
@@ -16,7 +17,7 @@ pub(super) fn run(ring: &Ring) {
             state = ring.work.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         if state.ending {
-            state.fail_tasks(nobody);
+            state.fail_tasks(&Silence::DaemonGone);
             return;
         }
         // In the same critical section as the look: a copy that is submitted after it is answered after the wake word was
@@ -33,10 +34,12 @@ pub(super) fn run(ring: &Ring) {
         drop(state);
         let slept = ring.watch.sleep(seen, SLICE);
         lock(&ring.state).submitter.cancel_sleep();
-        if slept.is_err() || asked_at.elapsed() >= SLICE {
+        if slept.is_err() {
+            lock(&ring.state).fail_tasks(&Silence::DaemonGone);
+        } else if asked_at.elapsed() >= SLICE {
             asked_at = Instant::now();
-            if slept.is_err() || ring.socket.nobody_serves() {
-                lock(&ring.state).fail_tasks(nobody);
+            if let Some(silence) = ring.socket.silence() {
+                lock(&ring.state).fail_tasks(&silence);
             }
         }
     }

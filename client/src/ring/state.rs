@@ -12,8 +12,9 @@ use tokio::sync::oneshot;
 use zerocopy::IntoBytes;
 
 use crate::call::Failure;
-use crate::error::{BoxError, ProtocolError};
+use crate::error::ProtocolError;
 use crate::region::RegionRecord;
+use crate::socket::Silence;
 use crate::transport::{ResolvedCopy, ResolvedFlags, ResolvedIndices};
 
 use super::Outcome;
@@ -172,10 +173,10 @@ impl State {
     }
 
     /// A copy whose answer will not come. What no executor had begun moved nothing.
-    pub(super) fn lose(&mut self, sequence: Sequence, source: BoxError) -> Failure {
+    pub(super) fn lose(&mut self, sequence: Sequence, silence: &Silence) -> Failure {
         match self.submitter.poll(sequence) {
-            Ok(Progress::Pending) => Failure::NotSent(source),
-            Ok(Progress::Accepted | Progress::Answered(_)) | Err(_) => Failure::Lost(source),
+            Ok(Progress::Pending) => silence.before_start(),
+            Ok(Progress::Accepted | Progress::Answered(_)) | Err(_) => silence.after_start(),
         }
     }
 
@@ -202,10 +203,10 @@ impl State {
     }
 
     /// Answers every task: their copies' answers will not come any more.
-    pub(super) fn fail_tasks(&mut self, source: impl Fn() -> BoxError) {
+    pub(super) fn fail_tasks(&mut self, silence: &Silence) {
         self.complete(|state, sequence| {
             let outcome = state.poll(sequence);
-            Some(outcome.unwrap_or_else(|| Err(state.lose(sequence, source()))))
+            Some(outcome.unwrap_or_else(|| Err(state.lose(sequence, silence))))
         });
     }
 

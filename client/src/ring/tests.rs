@@ -361,6 +361,40 @@ fn when_nobody_is_left_to_answer_a_copy_that_was_begun_is_lost_and_another_moved
 }
 
 #[test]
+fn when_a_living_daemon_ends_the_session_whoever_waits_learns_why_and_what_is_left_behind() {
+    for spin in [Duration::ZERO, PATIENCE] {
+        let mut rig = rig(spin);
+        let begun = rig.submit(&[1]);
+        let task = rig.runtime.block_on(rig.copies.submit_task(rig.copy(&[1]), &patient()));
+        let mut executor = rig.executor();
+        let taken = take(&mut executor);
+        executor.accept(taken.sequence);
+        let began = Instant::now();
+        let waiter = thread::spawn(move || begun.wait(&patient()));
+        let (copies, packed) = (Arc::clone(&rig.copies), rig.copy(&[1]));
+        let full = thread::scope(|scope| {
+            let full = scope.spawn(|| copies.submit(packed, &patient()).map(drop));
+            // The device process lives and serves other sessions.
+            let daemon = rig.daemon.take().unwrap();
+            let sentence = "Its ring jumped".to_owned();
+            daemon.send(&DaemonRecord::SessionEnded { sentence }.encode(), &[]).unwrap();
+            drop(daemon);
+            full.join().unwrap()
+        });
+        let never = rig.runtime.block_on(task.unwrap().wait(&patient()));
+        for nothing_moved in [full, never.map(drop)] {
+            let Err(Failure::Refused(refusal)) = nothing_moved else { panic!("{nothing_moved:?}") };
+            assert_eq!(refusal.code(), RefusalCode::SessionUnknown);
+            assert!(refusal.sentence().contains("Its ring jumped"), "{refusal}");
+        }
+        let begun = waiter.join().unwrap();
+        let Err(Failure::Lost(source)) = &begun else { panic!("{begun:?}") };
+        assert!(source.to_string().contains("Its ring jumped"), "{source}");
+        assert!(began.elapsed() < PATIENCE / 2, "they waited for the deadline");
+    }
+}
+
+#[test]
 fn an_answer_that_the_dead_left_behind_counts() {
     let mut rig = rig(Duration::ZERO);
     let flight = rig.submit(&[1, 2]);

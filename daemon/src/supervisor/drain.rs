@@ -27,7 +27,7 @@ pub(crate) async fn drain(control: &Arc<Control>) {
     }
     let until = Instant::now() + END_MAX;
     let mut ends = JoinSet::new();
-    for ended in control.sessions.close(EndReason::Draining) {
+    for ended in control.sessions.close(&EndReason::Draining) {
         ends.spawn(end_session(Arc::clone(control), ended));
     }
     let all = async { while ends.join_next().await.is_some() {} };

@@ -124,8 +124,8 @@ pub(crate) fn device_restarted(incarnation: Incarnation, state: &DeviceState) ->
     v1::Event { incarnation: incarnation.to_vec(), event: Some(event) }
 }
 
-pub(crate) fn session_ended(incarnation: Incarnation, reason: EndReason) -> v1::Event {
-    let reason = reason.sentence().to_owned();
+pub(crate) fn session_ended(incarnation: Incarnation, reason: &EndReason) -> v1::Event {
+    let reason = reason.sentence();
     let event = v1::event::Event::SessionEnded(v1::SessionEnded { reason });
     v1::Event { incarnation: incarnation.to_vec(), event: Some(event) }
 }

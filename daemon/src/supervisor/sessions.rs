@@ -20,7 +20,7 @@ use statecopy_proto::descriptor_socket::Token;
 use statecopy_proto::{
     BindingId, Incarnation, ProtocolVersion, Refusal, RefusalCode, RegionId, SessionId, v1,
 };
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
@@ -100,6 +100,8 @@ pub(crate) struct Grant {
     pub(crate) turn: Arc<Semaphore>,
     /// Cancelled when the session is over.
     pub(crate) over: CancellationToken,
+    /// Why it is over, once nothing of it is left.
+    pub(crate) given_back: watch::Receiver<Option<EndReason>>,
 }
 
 /// What all sessions own together, for the gauges.
@@ -424,18 +426,19 @@ impl Sessions {
         let SessionState::Ended(reason) = table.sessions.get(&id)?.state.next(event).ok()? else {
             return None;
         };
-        let last = message::session_ended(self.incarnation, reason);
+        let last = message::session_ended(self.incarnation, &reason);
         table.sessions.remove(&id).map(|session| session.into_ended(id, reason, last))
     }
 
     /// Takes every session out, and opens no other.
-    pub(crate) fn close(&self, reason: EndReason) -> Vec<Ended> {
+    pub(crate) fn close(&self, reason: &EndReason) -> Vec<Ended> {
         let mut table = self.lock();
         table.closed = true;
         let sessions = std::mem::take(&mut table.sessions);
         let last = message::session_ended(self.incarnation, reason);
-        let end =
-            |(id, session): (SessionId, Session)| session.into_ended(id, reason, last.clone());
+        let end = |(id, session): (SessionId, Session)| {
+            session.into_ended(id, reason.clone(), last.clone())
+        };
         sessions.into_iter().map(end).collect()
     }
 

@@ -24,6 +24,18 @@ impl Spin {
     pub fn new(time: Duration, cpus_allowed: NonZeroUsize) -> Self {
         if cpus_allowed.get() < 2 { Self::NONE } else { Self(time) }
     }
+
+    /// The same time in parts of at most `most`, one at least, for who has to look at something else in between.
+    pub fn slices(self, most: Duration) -> impl Iterator<Item = Self> {
+        let rest = move |left: &Duration| left.checked_sub(most).filter(|left| !left.is_zero());
+        std::iter::successors(Some(self.0), rest).map(move |left| Self(left.min(most)))
+    }
+
+    /// Whether it takes so long, or longer.
+    #[must_use]
+    pub fn is_at_least(self, time: Duration) -> bool {
+        self.0 >= time
+    }
 }
 
 /// The answers of one session memory, as any thread sees them beside the [`crate::Submitter`]. It reads no answer: it says

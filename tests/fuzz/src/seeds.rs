@@ -52,6 +52,7 @@ fn records() -> Vec<Vec<u8>> {
         DaemonRecord::Attached.encode(),
         DaemonRecord::DeviceProcess.encode(),
         DaemonRecord::Received { tag: 1, total: 3 }.encode(),
+        DaemonRecord::SessionEnded { sentence: "The worker closed it".to_owned() }.encode(),
         refused.encode(),
     ]
 }

@@ -59,7 +59,7 @@ pub(crate) async fn serve_descriptors(control: Arc<Control>, listener: Listener)
 
 /// One connection, from its attach to its end.
 async fn serve_worker(control: Arc<Control>, connection: AsyncConnection) {
-    let (grant, exit) = match attach(&control, &connection).await {
+    let (mut grant, exit) = match attach(&control, &connection).await {
         Ok(attached) => attached,
         Err(refusal) => {
             control.refused("attach", &refusal);
@@ -69,12 +69,28 @@ async fn serve_worker(control: Arc<Control>, connection: AsyncConnection) {
         }
     };
     let reason = tokio::select! {
-        () = grant.over.cancelled() => return,
-        reason = worker_exit(exit) => reason,
-        reason = serve_attached(&control, &grant, &connection) => reason,
+        () = grant.over.cancelled() => None,
+        reason = worker_exit(exit) => Some(reason),
+        reason = serve_attached(&control, &grant, &connection) => Some(reason),
     };
-    if let Some(ended) = control.sessions.end(grant.id, reason) {
+    if let Some(ended) = reason.and_then(|reason| control.sessions.end(grant.id, reason)) {
         end_session(control, ended).await;
+    }
+    tell_end(&mut grant, &connection).await;
+}
+
+/// Tells the worker why its session is over, once nothing of it is left: whoever waits for an answer in its ring learns then
+/// that none comes.
+async fn tell_end(grant: &mut Grant, connection: &AsyncConnection) {
+    let reason = match grant.given_back.wait_for(Option::is_some).await {
+        Ok(reason) => reason.clone(),
+        // A daemon that is cut off did not wait for the device.
+        Err(_) => None,
+    };
+    if let Some(reason) = reason {
+        let last = DaemonRecord::SessionEnded { sentence: reason.sentence() };
+        // A worker that is dead or does not read needs no answer.
+        send(connection, &last, &[]).await.ok();
     }
 }
 
@@ -142,7 +158,7 @@ async fn serve_attached(
         let received = tokio::select! {
             received = connection.receive(&mut buffer, DESCRIPTORS_MAX as usize) => received,
             news = ring.news(grant.id) => match news {
-                News::Broken => return EndReason::RingBroken,
+                News::Broken(found) => return EndReason::RingBroken(found.into()),
                 News::Process(process) => {
                     let process = [process.as_fd()];
                     if send(connection, &DaemonRecord::DeviceProcess, &process).await.is_err() {

@@ -22,14 +22,15 @@ pub(crate) async fn watch_attach(control: Arc<Control>, grant: Grant, until: Ins
 
 /// Gives back what a session owned. Returns when nothing of it is left.
 pub(crate) async fn end_session(control: Arc<Control>, ended: Ended) {
-    let Ended { id, reason, device, turn, held } = ended;
-    control.metrics.session_ended(reason);
+    let Ended { id, reason, device, turn, held, given_back } = ended;
+    control.metrics.session_ended(&reason);
     if let Some(suppressed) = control.session_line() {
         tracing::info!(session = id.0, reason = reason.label(), suppressed, "session ended");
     }
     // A registration that runs comes to its own end first; whoever comes later in the turn finds no session.
     let _turn = turn.acquire().await;
     close_on_device(id, &device).await;
+    given_back.send_replace(Some(reason));
     // Descriptors of foreign file systems may take long to close.
     let _ = tokio::task::spawn_blocking(move || drop(held)).await;
 }

@@ -72,7 +72,7 @@ impl WorkerRing {
         let Self { process, broken, .. } = self;
         tokio::select! {
             process = next_process(process) => News::Process(process),
-            () = breaks(broken, session) => News::Broken,
+            found = breaks(broken, session) => News::Broken(found),
         }
     }
 }
@@ -82,8 +82,8 @@ impl WorkerRing {
 pub(super) enum News {
     /// Another device process serves it.
     Process(Arc<OwnedFd>),
-    /// Its words make no sense.
-    Broken,
+    /// Its words make no sense: what was found there.
+    Broken(String),
 }
 
 async fn next_process(process: &mut watch::Receiver<Option<Arc<OwnedFd>>>) -> Arc<OwnedFd> {
@@ -98,10 +98,10 @@ async fn next_process(process: &mut watch::Receiver<Option<Arc<OwnedFd>>>) -> Ar
     }
 }
 
-async fn breaks(broken: &mut broadcast::Receiver<BrokenRing>, session: SessionId) {
+async fn breaks(broken: &mut broadcast::Receiver<BrokenRing>, session: SessionId) -> String {
     loop {
         match broken.recv().await {
-            Ok(broken) if broken.session == session => return,
+            Ok(broken) if broken.session == session => return broken.reason,
             Ok(_) | Err(RecvError::Lagged(_)) => {}
             Err(RecvError::Closed) => std::future::pending().await,
         }

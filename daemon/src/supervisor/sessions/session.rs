@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use statecopy_kernels::device::AllocationId;
 use statecopy_proto::{Refusal, RefusalCode, RegionId, SessionId, v1};
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
 use super::state::{EndReason, SessionState};
@@ -40,6 +40,8 @@ pub(crate) struct Ended {
     pub(crate) turn: Arc<Semaphore>,
     /// Its memory, and descriptors that were never used.
     pub(crate) held: (BTreeMap<RegionId, HeldRegion>, BTreeMap<u64, Vec<OwnedFd>>),
+    /// Tells whoever waits that nothing of it is left, and why.
+    pub(crate) given_back: watch::Sender<Option<EndReason>>,
 }
 
 /// One session.
@@ -59,6 +61,7 @@ pub(super) struct Session {
     descriptors: BTreeMap<u64, Vec<OwnedFd>>,
     turn: Arc<Semaphore>,
     over: CancellationToken,
+    given_back: watch::Sender<Option<EndReason>>,
 }
 
 impl Session {
@@ -78,6 +81,7 @@ impl Session {
             descriptors: BTreeMap::new(),
             turn: Arc::new(Semaphore::new(1)),
             over: CancellationToken::new(),
+            given_back: watch::Sender::new(None),
         }
     }
 
@@ -87,6 +91,7 @@ impl Session {
             device: self.device.clone(),
             turn: Arc::clone(&self.turn),
             over: self.over.clone(),
+            given_back: self.given_back.subscribe(),
         }
     }
 
@@ -151,6 +156,7 @@ impl Session {
             device: self.device,
             turn: self.turn,
             held: (self.regions, self.descriptors),
+            given_back: self.given_back,
         }
     }
 

@@ -21,6 +21,7 @@
 //!
 //! Every other pair of state and event is refused and changes nothing.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -79,7 +80,7 @@ pub(crate) enum SessionEvent {
 }
 
 /// Why a session ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum EndReason {
     /// The worker closed it.
     Closed,
@@ -89,45 +90,48 @@ pub(crate) enum EndReason {
     ConnectionEnded,
     /// The token was not presented in time.
     AttachTimeout,
-    /// The words of its ring make no sense.
-    RingBroken,
+    /// The words of its ring make no sense: what was found there.
+    RingBroken(Cow<'static, str>),
     /// The daemon ends.
     Draining,
 }
 
 impl EndReason {
-    /// Every reason.
+    /// Every reason, for its label.
     pub(crate) const ALL: [Self; 6] = [
         Self::Closed,
         Self::WorkerDied,
         Self::ConnectionEnded,
         Self::AttachTimeout,
-        Self::RingBroken,
+        Self::RingBroken(Cow::Borrowed("")),
         Self::Draining,
     ];
 
     /// The name in metrics.
-    pub(crate) fn label(self) -> &'static str {
+    pub(crate) fn label(&self) -> &'static str {
         match self {
             Self::Closed => "closed",
             Self::WorkerDied => "worker_died",
             Self::ConnectionEnded => "connection_ended",
             Self::AttachTimeout => "attach_timeout",
-            Self::RingBroken => "ring_broken",
+            Self::RingBroken(_) => "ring_broken",
             Self::Draining => "draining",
         }
     }
 
-    /// The sentence in the session's last event.
-    pub(crate) fn sentence(self) -> &'static str {
-        match self {
+    /// The sentence in the session's last event, and in the last record on its connection.
+    pub(crate) fn sentence(&self) -> String {
+        let sentence = match self {
             Self::Closed => "The worker closed the session",
             Self::WorkerDied => "The worker's process is dead",
             Self::ConnectionEnded => "The connection to the descriptor socket ended",
             Self::AttachTimeout => "The token was not presented on the descriptor socket in time",
-            Self::RingBroken => "The counters of the session's ring jumped",
+            Self::RingBroken(found) => {
+                return format!("The session's ring makes no sense any more: {found}");
+            }
             Self::Draining => "The daemon ends",
-        }
+        };
+        sentence.to_owned()
     }
 }
 

@@ -153,7 +153,7 @@ fn a_stream_that_is_not_read_is_ended_and_nobody_waits_for_it() {
 fn a_closed_table_opens_nothing_and_holds_nothing() {
     let sessions = table(Limits::default());
     let ids = [open(&sessions, 1, later()), open(&sessions, 2, later())];
-    let ended = sessions.close(EndReason::Draining);
+    let ended = sessions.close(&EndReason::Draining);
     assert_eq!(ended.iter().map(|ended| ended.id).collect::<Vec<_>>(), ids);
     assert_eq!(sessions.totals(), Totals::default());
     let opening = Opening {

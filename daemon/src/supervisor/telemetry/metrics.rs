@@ -25,7 +25,7 @@ pub(crate) struct Metrics {
     calls: Vec<(Method, Histogram)>,
     copies: Vec<(Direction, Histogram)>,
     sessions_opened: Counter,
-    sessions_ended: Vec<(EndReason, Counter)>,
+    sessions_ended: Vec<(&'static str, Counter)>,
     event_streams_lost: Counter,
     log_lines_suppressed: Counter,
     gauges: Gauges,
@@ -99,7 +99,8 @@ impl Metrics {
             sessions_opened: registry.counter(&declared::SESSIONS_OPENED, &[]),
             sessions_ended: EndReason::ALL
                 .map(|reason| {
-                    (reason, counters(&declared::SESSIONS_ENDED, "reason", reason.label()))
+                    let label = reason.label();
+                    (label, counters(&declared::SESSIONS_ENDED, "reason", label))
                 })
                 .into(),
             event_streams_lost: registry.counter(&declared::EVENT_STREAMS_LOST, &[]),
@@ -131,8 +132,8 @@ impl Metrics {
     }
 
     /// A session ended.
-    pub(crate) fn session_ended(&self, reason: EndReason) {
-        find(&self.sessions_ended, &reason, |counter| counter.increment(1));
+    pub(crate) fn session_ended(&self, reason: &EndReason) {
+        find(&self.sessions_ended, &reason.label(), |counter| counter.increment(1));
     }
 
     /// Event streams were ended because their clients did not read.

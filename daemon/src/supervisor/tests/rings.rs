@@ -3,10 +3,11 @@ use std::sync::Arc;
 
 use statecopy_descriptors::{Doorbell, has_exited, open_pidfd_self};
 use statecopy_proto::descriptor_socket::{DaemonRecord, Token, WorkerRecord};
-use statecopy_proto::{Incarnation, SessionId};
+use statecopy_proto::{Incarnation, SessionId, v1};
 use statecopy_session::SessionMemory;
 
 use crate::supervisor::device::BrokenRing;
+use crate::supervisor::sessions::EndReason;
 use crate::supervisor::testing::{TestDaemon, Worker, connect, eventually, reference};
 
 /// An attached worker, and what came with its attachment.
@@ -59,4 +60,18 @@ async fn a_broken_ring_ends_its_session_and_no_other() {
     .await;
     let ended = "statecopy_sessions_ended_total{reason=\"ring_broken\"}";
     assert_eq!(daemon.metric(ended).await, "1");
+    let (last, _) = broken.hear().await;
+    let DaemonRecord::SessionEnded { sentence } = last else { panic!("{last:?}") };
+    assert!(sentence.contains("jumped"), "{sentence}");
+}
+
+#[tokio::test]
+async fn a_worker_hears_why_its_session_ended_once_the_device_has_let_go_of_it() {
+    let daemon = TestDaemon::start(|_| {}).await;
+    let (worker, _) = attach(&daemon).await;
+    let request = v1::CloseRequest { session: worker.session() };
+    daemon.sessions().close(request).await.unwrap();
+    let (last, _) = worker.hear().await;
+    assert_eq!(last, DaemonRecord::SessionEnded { sentence: EndReason::Closed.sentence() });
+    assert!(daemon.device.asked().contains(&"close".to_owned()));
 }

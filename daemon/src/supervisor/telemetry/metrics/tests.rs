@@ -74,7 +74,7 @@ fn what_is_counted_is_shown() {
     metrics.called(Method::Ping, Duration::from_micros(200));
     metrics.copied(Direction::Gather, Duration::from_micros(40));
     metrics.session_opened();
-    metrics.session_ended(EndReason::WorkerDied);
+    metrics.session_ended(&EndReason::WorkerDied);
     metrics.event_streams_lost(2);
     metrics.log_line_suppressed();
     let text = metrics.render(&snapshot());
