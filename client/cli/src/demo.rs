@@ -90,7 +90,7 @@ fn run_workers(options: &DemoOptions, daemon: &DaemonInUse) -> anyhow::Result<Ve
     // The first that fails ends all: the processes are dropped.
     for (number, output) in messages {
         match output {
-            Output::Said(message) => take(message?, &bar, &mut reports)?,
+            Output::Said(message) => take(number, message?, &bar, &mut reports)?,
             Output::Ended => {
                 let process = processes.get_mut(number as usize).context("No such worker")?;
                 let status = process.0.wait().context("Waiting for a worker")?;
@@ -110,6 +110,7 @@ enum Output {
 }
 
 fn take(
+    number: u32,
     message: Message,
     bar: &ProgressBar,
     reports: &mut Vec<WorkerReport>,
@@ -117,7 +118,7 @@ fn take(
     match message {
         Message::Steps { done } => bar.inc(done),
         Message::Finished(report) => reports.push(*report),
-        Message::Failed(failure) => return Err(failure.into()),
+        Message::Failed(failure) => return Err(failure.of_worker(number).into()),
     }
     Ok(())
 }
@@ -174,4 +175,19 @@ fn start_worker(
         let _told = messages.send((number, Output::Ended));
     });
     Ok(WorkerProcess(child))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_fails_inside_a_worker_names_the_worker() {
+        let failure = Failure::other("OVERLAP: They overlap", "Move them.");
+        let failed = Message::Failed(failure.clone());
+        let error = take(3, failed, &ProgressBar::hidden(), &mut Vec::new()).unwrap_err();
+        let told = Failure::of(&error);
+        assert_eq!(told.sentence, "worker 3: OVERLAP: They overlap");
+        assert_eq!((told.exit, told.remedy), (failure.exit, failure.remedy));
+    }
 }

@@ -51,6 +51,11 @@ impl Failure {
         Self::other(format!("{error:#}"), "")
     }
 
+    /// The same, as what happened inside that worker process.
+    pub(crate) fn of_worker(self, number: u32) -> Self {
+        Self { sentence: format!("worker {number}: {}", self.sentence), ..self }
+    }
+
     fn of_client(error: &Error) -> Self {
         let exit = error.code().map_or(EXIT_FAILED, statecopy_client::RefusalCode::exit_code);
         let sentence = match error {

@@ -176,7 +176,7 @@ fn draw_panel(record: &Record, panel: &Panel, area: &Area<'_>) -> Drawn {
     }
     let names = panel.places.iter().map(|(label, _)| label.as_str());
     let ends = chart.plotting_area().get_pixel_range();
-    label_places(area, names, &ends.0, ends.1.end)
+    label_places(area, names, Lettering::Flat, &ends.0, ends.1.end)
 }
 
 /// The middle of each box, its colour, its numbers.
@@ -251,41 +251,41 @@ fn draw_ratios(record: &Record, area: &Area<'_>) -> Drawn {
         plot.draw(&PathElement::new(median, RING.stroke_width(3)))?;
     }
     let ends = plot.get_pixel_range();
-    label_slanted(area, ratios.iter().map(|(name, _)| *name), &ends.0, ends.1.end)
+    let names = ratios.iter().map(|(name, _)| *name);
+    label_places(area, names, Lettering::Upright, &ends.0, ends.1.end)
+}
+
+/// How a name stands below its place.
+#[derive(Debug, Clone, Copy)]
+enum Lettering {
+    /// Centred.
+    Flat,
+    /// Upright, for long names.
+    Upright,
 }
 
 /// Names below the places of the horizontal axis.
 fn label_places<'n>(
     area: &Area<'_>,
     names: impl ExactSizeIterator<Item = &'n str>,
+    lettering: Lettering,
     pixels: &Range<i32>,
     bottom: i32,
 ) -> Drawn {
     let (left, top) = area.get_base_pixel();
     let count = i32::try_from(names.len())?;
-    let style = ("sans-serif", 14).into_font().color(&TEXT);
+    let font = |size: i32| ("sans-serif", size).into_font().color(&TEXT);
+    let style = match lettering {
+        Lettering::Flat => font(14),
+        Lettering::Upright => font(12).transform(FontTransform::Rotate90),
+    };
     for (place, name) in (0..).zip(names) {
+        let (aside, below) = match lettering {
+            Lettering::Flat => (-(i32::try_from(name.len())? * 7 / 2), 8),
+            Lettering::Upright => (6, 6),
+        };
         let middle = (pixels.end - pixels.start) * (2 * place + 1) / (2 * count);
-        let half = i32::try_from(name.len())? * 7 / 2;
-        let at = (pixels.start + middle - half - left, bottom + 8 - top);
-        area.draw(&Text::new(name, at, style.clone()))?;
-    }
-    Ok(())
-}
-
-/// The same for long names: they stand upright.
-fn label_slanted<'n>(
-    area: &Area<'_>,
-    names: impl ExactSizeIterator<Item = &'n str>,
-    pixels: &Range<i32>,
-    bottom: i32,
-) -> Drawn {
-    let (left, top) = area.get_base_pixel();
-    let count = i32::try_from(names.len())?;
-    let style = ("sans-serif", 12).into_font().color(&TEXT).transform(FontTransform::Rotate90);
-    for (place, name) in (0..).zip(names) {
-        let middle = (pixels.end - pixels.start) * (2 * place + 1) / (2 * count);
-        let at = (pixels.start + middle + 6 - left, bottom + 6 - top);
+        let at = (pixels.start + middle + aside - left, bottom + below - top);
         area.draw(&Text::new(name, at, style.clone()))?;
     }
     Ok(())
