@@ -57,7 +57,10 @@ fn ride(memory: &SessionMemory, ring: &mut Submitter, request: &CopyRequest, see
     let mut answers = 0;
     thread::scope(|scope| {
         let storm = scope.spawn(|| scribble_requests(memory, seed));
-        while !storm.is_finished() {
+        // Once at least, however soon the storm is over.
+        let mut over = false;
+        while !over {
+            over = storm.is_finished();
             let sequences = [(); 4].map(|()| ring.try_submit(request, &indices, &[]).unwrap());
             for sequence in sequences {
                 let answer = ring.wait(sequence, Spin::NONE, Duration::from_secs(10)).unwrap();
