@@ -26,6 +26,7 @@ use crate::sync::{AtomicU64, Ordering};
 use super::copying::Inline;
 use super::counts::RingCounts;
 use super::guard_export::GuardExport;
+use super::news::News;
 use super::sessions::Sessions;
 use super::station::{Scope, Station, Trouble, Turn};
 use super::table::SessionTable;
@@ -183,7 +184,7 @@ pub(super) struct Setup {
     pub(super) bell: Doorbell,
     pub(super) counters: Counters,
     pub(super) guard: Arc<ServingGuard>,
-    /// For news that nobody asked for.
+    /// For news that nobody asked for: never waited for by the executor.
     pub(super) link: Arc<Connection>,
     pub(super) settings: DeviceSettings,
 }
@@ -200,6 +201,8 @@ struct Executor<D: Device> {
     retire: SyncSender<Retired>,
     counters: Counters,
     export: GuardExport,
+    news: News,
+    /// For last words.
     link: Arc<Connection>,
     waiting: Waiting,
     ending: bool,
@@ -219,6 +222,8 @@ pub(super) fn start<D: Device>(device: &D, setup: Setup) -> Result<ExecutorHandl
     let own_bell = bell.try_clone().map_err(|error| not_started(&error))?;
     let bells = DoorbellSet::create().map_err(|error| not_started(&error))?;
     bells.add(&own_bell, SUPERVISOR_TOKEN).map_err(|error| not_started(&error))?;
+    let news_bell = bell.try_clone().map_err(|error| not_started(&error))?;
+    let news = News::start(Arc::clone(&link), news_bell).map_err(|error| not_started(&error))?;
     let executor = Executor {
         stations: vec![(station, own_bell)],
         bells,
@@ -229,6 +234,7 @@ pub(super) fn start<D: Device>(device: &D, setup: Setup) -> Result<ExecutorHandl
         retire,
         counters,
         export: GuardExport::new(guard),
+        news,
         link,
         waiting: Waiting::of(&settings),
         ending: false,
@@ -271,7 +277,7 @@ impl<D: Device> Executor<D> {
 
     /// One step of every ring.
     fn round(&mut self) -> Turn {
-        let Self { stations, launcher, sessions, counters, deferred, link, .. } = self;
+        let Self { stations, launcher, sessions, counters, deferred, news, .. } = self;
         let paused = deferred.as_ref().and_then(Command::waits_for);
         let mut overall = Turn::Idle;
         let mut failed = None;
@@ -283,11 +289,13 @@ impl<D: Device> Executor<D> {
             };
             let turn = match turn {
                 Ok(turn) => turn,
-                Err(Trouble::Ring(broken)) => {
-                    tell_broken(link, station.scope(), broken);
+                Err(Trouble::Ring(broken)) if tell_broken(news, station.scope(), broken) => {
+                    station.note_told();
                     counters.add(Counter::RingsBroken, 1);
                     Turn::Progressed
                 }
+                // It is offered again once the doorbell has told of a place.
+                Err(Trouble::Ring(_)) => Turn::Idle,
                 Err(Trouble::Device(fault)) => {
                     failed = Some(fault);
                     break;
@@ -416,14 +424,12 @@ impl<D: Device> Executor<D> {
     }
 }
 
-fn tell_broken(link: &Connection, scope: Scope, broken: RingBroken) {
+/// Whether it is told: there may be no place for the news yet.
+fn tell_broken(news: &News, scope: Scope, broken: RingBroken) -> bool {
     match scope {
         // A daemon that cannot trust itself starts over.
         Scope::Supervisor => panic!("The supervisor's ring is broken: {broken}"),
-        Scope::Session(session) => {
-            let reason = broken.to_string();
-            reply(link, 0, Reply::RingBroken { session, reason }).ok();
-        }
+        Scope::Session(session) => news.offer(session, broken),
     }
 }
 

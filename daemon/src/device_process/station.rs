@@ -9,7 +9,7 @@
 //! * *refuse*: answered at once, nothing moved. So is a request under which two device processes died: it may be the cause.
 //! * *last part done*: answered. Requests of one ring run one after the other, in the order submitted.
 //!
-//! A ring whose words make no sense is dead: it is never read again, and its session is told to end.
+//! A ring whose words make no sense is dead: nothing of it is served again, and its session is told to end.
 
 use std::sync::Arc;
 
@@ -51,7 +51,7 @@ pub(super) enum Turn {
 /// Why a turn ended badly.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Trouble {
-    /// The ring makes no sense from now on. Said once; then it is idle for ever.
+    /// The ring makes no sense from now on. Said until [`Station::note_told`]; then it is idle for ever.
     Ring(RingBroken),
     /// The device failed under the running copy, which is not answered yet. Nothing more can be asked of the device.
     Device(DeviceFault),
@@ -80,9 +80,19 @@ pub(super) struct Station<D: Device> {
     ring: Ring,
     inline: Inline,
     job: Option<Job<D>>,
-    broken: bool,
+    health: Health,
     closing: Closing,
     counts: Arc<RingCounts>,
+}
+
+/// Whether the ring makes sense.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Health {
+    Sound,
+    /// It does not, and its session has not been told.
+    Broken(RingBroken),
+    /// It does not, and its session has been told to end.
+    Told,
 }
 
 /// Whether new requests are served, once the daemon drains.
@@ -98,7 +108,15 @@ enum Closing {
 
 impl<D: Device> Station<D> {
     pub(super) fn new(scope: Scope, ring: Ring, inline: Inline, counts: Arc<RingCounts>) -> Self {
-        Self { scope, ring, inline, job: None, broken: false, closing: Closing::Open, counts }
+        Self {
+            scope,
+            ring,
+            inline,
+            job: None,
+            health: Health::Sound,
+            closing: Closing::Open,
+            counts,
+        }
     }
 
     pub(super) fn scope(&self) -> Scope {
@@ -118,7 +136,7 @@ impl<D: Device> Station<D> {
     /// The daemon drains: what was submitted is served, what comes later is DRAINING. True once nothing is left to serve.
     /// The supervisor's own ring is never closed: the supervisor refuses by itself.
     pub(super) fn close(&mut self) -> bool {
-        if self.scope == Scope::Supervisor || self.broken {
+        if self.scope == Scope::Supervisor || self.health != Health::Sound {
             return true;
         }
         if self.closing == Closing::Open {
@@ -130,6 +148,11 @@ impl<D: Device> Station<D> {
     /// Takes new buffers for inline indices and flags; gives the old ones back.
     pub(super) fn fit(&mut self, inline: Inline) -> Inline {
         std::mem::replace(&mut self.inline, inline)
+    }
+
+    /// The session has been told that its ring makes no sense.
+    pub(super) fn note_told(&mut self) {
+        self.health = Health::Told;
     }
 
     /// Does one bounded thing: takes a request, or moves the running one on by one launch.
@@ -172,8 +195,10 @@ impl<D: Device> Station<D> {
         launcher: &D::Launcher,
         counters: &Counters,
     ) -> Result<bool, RingBroken> {
-        if self.broken {
-            return Ok(false);
+        match self.health {
+            Health::Sound => {}
+            Health::Broken(broken) => return Err(broken),
+            Health::Told => return Ok(false),
         }
         let taken = match self.ring.take() {
             Ok(Some(taken)) => taken,
@@ -184,7 +209,7 @@ impl<D: Device> Station<D> {
                 return Ok(false);
             }
             Err(broken) => {
-                self.broken = true;
+                self.health = Health::Broken(broken);
                 return Err(broken);
             }
         };

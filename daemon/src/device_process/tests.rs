@@ -41,6 +41,7 @@ struct Rig {
     preparer: Preparer<HostDevice>,
     ring: Submitter,
     supervisor: Connection,
+    link: Arc<Connection>,
     guard: Arc<ServingGuard>,
     counters: Counters,
     cache: Mapping,
@@ -79,12 +80,13 @@ impl Rig {
         let guard = Arc::new(ServingGuard::new(true));
         let device = Arc::new(HostDevice::open(HostOptions::new(Arc::clone(&guard))).unwrap());
         let (link, supervisor) = Connection::pair().unwrap();
+        let link = Arc::new(link);
         let setup = Setup {
             ring: session.executor(Waker::Doorbell(answers)),
             bell: executor_bell,
             counters: Counters::open(&sealed).unwrap(),
             guard: Arc::clone(&guard),
-            link: Arc::new(link),
+            link: Arc::clone(&link),
             settings: settings(),
         };
         let launch_bytes_max = setup.settings.launch_bytes_max;
@@ -93,7 +95,8 @@ impl Rig {
         let ((cache_fd, cache), (packed_fd, packed)) = (memory(), memory());
         preparer.import_region(WORKER, CACHE, REGION_BYTES, cache_fd).unwrap();
         preparer.import_region(WORKER, PACKED, REGION_BYTES, packed_fd).unwrap();
-        Self { preparer, ring, supervisor, guard, counters, cache, packed, published: Vec::new() }
+        let published = Vec::new();
+        Self { preparer, ring, supervisor, link, guard, counters, cache, packed, published }
     }
 
     /// Two FP32 layers side by side in every page, and a set of both.
@@ -427,6 +430,39 @@ fn a_broken_ring_is_told_once_and_the_others_are_served() {
     assert_eq!(rig.counters.get(Counter::RingsBroken), 1, "told once");
     assert!(ring.try_submit(&request, &0_i32.to_ne_bytes(), &[]).is_ok());
     rig.preparer.close_session(SessionId(2)).unwrap();
+}
+
+#[test]
+fn a_supervisor_that_does_not_read_stops_no_copy_and_loses_no_news_of_broken_rings() {
+    const BROKEN: u64 = 100;
+    let mut rig = Rig::registered();
+    // The link is full.
+    rig.link.set_timeout(Some(Duration::from_millis(1))).unwrap();
+    while rig.link.send(&[0; 4096], &[]).is_ok() {}
+    rig.link.set_timeout(None).unwrap();
+    let rings: Vec<_> = (2..2 + BROKEN).map(|id| open_ring(&mut rig, SessionId(id))).collect();
+    for (memory, _) in &rings {
+        let submitted = memory.mapping().atomic_u64(layout::SUBMITTED).unwrap();
+        submitted.store(1_000, crate::sync::Ordering::Release);
+    }
+    let request = rig.gather(1, &[0]);
+    for _ in 0..3 {
+        assert!(rig.run(&request, &[0]).is_ok(), "copies go on");
+    }
+    rig.supervisor.set_timeout(Some(Duration::from_secs(10))).unwrap();
+    let mut bytes = vec![0; 4096];
+    let mut told = Vec::new();
+    while told.len() < rings.len() {
+        let received = rig.supervisor.receive(&mut bytes, 0).unwrap();
+        if let Ok(news) = crate::link::decode::<Reply>(&bytes[..received.bytes]) {
+            let Reply::RingBroken { session, .. } = news.body else { panic!("{news:?}") };
+            told.push(session.0);
+        }
+    }
+    told.sort_unstable();
+    assert_eq!(told, (2..2 + BROKEN).collect::<Vec<_>>(), "each once");
+    assert!(rig.run(&request, &[0]).is_ok());
+    assert_eq!(rig.counters.get(Counter::RingsBroken), BROKEN);
 }
 
 #[test]

@@ -206,6 +206,13 @@ impl Control {
         }
     }
 
+    /// Logs what was found in a worker's ring, unless there were too many such lines.
+    pub(crate) fn ring_broken(&self, session: SessionId, found: &str) {
+        if let Some(suppressed) = self.take_line(&self.bad_request_lines) {
+            tracing::warn!(%session, found, suppressed, "a worker's ring makes no sense any more");
+        }
+    }
+
     /// Whether a session's coming or going may be logged now, and how many were not since the last one.
     pub(crate) fn session_line(&self) -> Option<u64> {
         self.take_line(&self.session_lines)

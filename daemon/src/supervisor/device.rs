@@ -3,8 +3,9 @@
 //! Calls are answered by the device process that lives at the time. When it dies, the keeper starts the next one, tells
 //! it every record again, and submits unanswered copies again; callers see a pause.
 
+use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use statecopy_kernels::device::{DeviceDescription, Moved};
@@ -12,7 +13,7 @@ use statecopy_proto::{
     BindingId, DataType, Direction, IndexWidth, Lane, Refusal, RefusalCode, RegionId, SessionId,
     SignatureHash,
 };
-use tokio::sync::{broadcast, mpsc, oneshot, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::counters::Counters;
 use crate::record::{
@@ -117,17 +118,35 @@ pub struct DeviceHandle {
     counters: Arc<Counters>,
     state: watch::Receiver<DeviceState>,
     process: watch::Receiver<Option<Arc<OwnedFd>>>,
-    broken_rings: broadcast::Sender<BrokenRing>,
+    broken_rings: BrokenRings,
     commands: mpsc::Sender<Command>,
 }
 
-/// A worker's ring whose words make no sense.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BrokenRing {
-    /// Whose.
-    pub session: SessionId,
-    /// What was found.
-    pub reason: String,
+/// Who is to hear that a worker's ring makes no sense: each session of its own ring, so that no news is lost behind others.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct BrokenRings(Arc<Mutex<BTreeMap<SessionId, oneshot::Sender<String>>>>);
+
+impl BrokenRings {
+    /// What is found in the ring of that session, if it ever breaks. Sessions that listen no more are forgotten here.
+    fn listen(&self, session: SessionId) -> oneshot::Receiver<String> {
+        let (told, broken) = oneshot::channel();
+        let mut listeners = self.lock();
+        listeners.retain(|_, listener| !listener.is_closed());
+        listeners.insert(session, told);
+        broken
+    }
+
+    /// Tells a session what was found in its ring. A session that is over has nobody who listens.
+    pub(crate) fn tell(&self, session: SessionId, found: String) {
+        let listener = self.lock().remove(&session);
+        if let Some(listener) = listener {
+            listener.send(found).ok();
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<SessionId, oneshot::Sender<String>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// The ends of a handle that its keeper holds.
@@ -138,15 +157,13 @@ pub(crate) struct DeviceChannels {
     /// The pidfd of the device process, once it serves; `None` while there is none.
     pub(crate) process: watch::Sender<Option<Arc<OwnedFd>>>,
     /// News of broken rings.
-    pub(crate) broken_rings: broadcast::Sender<BrokenRing>,
+    pub(crate) broken_rings: BrokenRings,
     /// What the services ask.
     pub(crate) commands: mpsc::Receiver<Command>,
 }
 
 /// Commands that wait between the services and the keeper.
 const COMMANDS_MAX: usize = 256;
-/// News of broken rings that a slow listener may be behind.
-const BROKEN_RINGS_MAX: usize = 256;
 
 impl DeviceHandle {
     pub(crate) fn new(
@@ -156,7 +173,7 @@ impl DeviceHandle {
     ) -> (Self, DeviceChannels) {
         let (state, watched_state) = watch::channel(state);
         let (process, watched_process) = watch::channel(None);
-        let (broken_rings, _) = broadcast::channel(BROKEN_RINGS_MAX);
+        let broken_rings = BrokenRings::default();
         let (commands, inbox) = mpsc::channel(COMMANDS_MAX);
         let handle = Self {
             description,
@@ -193,10 +210,10 @@ impl DeviceHandle {
         self.process.clone()
     }
 
-    /// News of broken rings from now on.
+    /// What is found in the ring of that session, if it ever breaks. Ask before the ring is served.
     #[must_use]
-    pub fn broken_rings(&self) -> broadcast::Receiver<BrokenRing> {
-        self.broken_rings.subscribe()
+    pub fn broken_ring(&self, session: SessionId) -> oneshot::Receiver<String> {
+        self.broken_rings.listen(session)
     }
 
     /// Serves a worker's ring from now on, also after a death of the device process, until the session closes.

@@ -24,7 +24,7 @@ use crate::config::{DeviceSettings, SelfProgram};
 use crate::counters::Counters;
 use crate::link::{LinkError, Reply, Request};
 
-use super::device::{BrokenRing, Command, DeviceChannels, DeviceHandle, DeviceState};
+use super::device::{Command, DeviceChannels, DeviceHandle, DeviceState};
 use calls::{Call, Outcome, Replayed};
 use copies::Copies;
 use process::{DeviceProcess, Setup, Spawner, StartError};
@@ -230,7 +230,7 @@ impl Keeper {
 
     fn hear(&mut self, (id, reply): (u64, Reply)) -> Result<(), LinkError> {
         if let Reply::RingBroken { session, reason } = reply {
-            self.tell_broken(BrokenRing { session, reason });
+            self.channels.broken_rings.tell(session, reason);
             return Ok(());
         }
         if let Reply::DeviceFailed { reason } = reply {
@@ -248,13 +248,6 @@ impl Keeper {
             }
         }
         Ok(())
-    }
-
-    fn tell_broken(&self, ring: BrokenRing) {
-        let BrokenRing { session, reason } = &ring;
-        warn!(%session, reason, "A worker's ring makes no sense any more");
-        // Without a listener there is no session to end.
-        self.channels.broken_rings.send(ring).ok();
     }
 
     /// Starts the next device process, with growing pauses; `None` when there will be none.
@@ -310,7 +303,9 @@ impl Keeper {
                     error!(%session, %refusal, "A session's layers did not come back");
                     self.records.withdraw(session);
                 }
-                replayed.broken.into_iter().for_each(|ring| self.tell_broken(ring));
+                for (session, found) in replayed.broken {
+                    self.channels.broken_rings.tell(session, found);
+                }
                 Some(Ok(process))
             }
             Err(error) => Some(Err(error)),

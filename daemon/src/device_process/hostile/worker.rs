@@ -194,6 +194,9 @@ impl Worker {
         let Shared { launcher, sessions, counters } = shared;
         let copies = copies(counters);
         let turned = self.station.turn(launcher, sessions, counters);
+        if turned.is_err() {
+            self.station.note_told();
+        }
         let outcome = match (job, found) {
             (Some(job), _) => self.advance(job),
             (None, Find::Nothing) => Outcome::Idle,

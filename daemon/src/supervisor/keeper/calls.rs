@@ -5,7 +5,7 @@ use statecopy_proto::{Refusal, RefusalCode, SessionId};
 use crate::link::{LinkError, Reply, Request};
 use crate::record::{DeviceInspection, Progress, PublishedBinding};
 
-use super::super::device::{Answer, BrokenRing, Command};
+use super::super::device::{Answer, Command};
 use super::process::{self, DeviceProcess, StartError};
 use super::records::{self, Message, Records};
 
@@ -231,8 +231,8 @@ impl Call {
 pub(super) struct Replayed {
     /// Sessions whose layers were refused; their regions stay.
     pub(super) refused: Vec<(SessionId, Refusal)>,
-    /// Rings that broke while no device process looked at them. It serves the others all the same.
-    pub(super) broken: Vec<BrokenRing>,
+    /// Rings that broke while no device process looked at them, and what was found. It serves the others all the same.
+    pub(super) broken: Vec<(SessionId, String)>,
 }
 
 /// Tells a new device process everything again.
@@ -248,7 +248,7 @@ pub(super) async fn replay(
         loop {
             let (answered, reply) = process::receive(&process.link).await?;
             if let Reply::RingBroken { session, reason } = reply {
-                replayed.broken.push(BrokenRing { session, reason });
+                replayed.broken.push((session, reason));
                 continue;
             }
             if answered != id {

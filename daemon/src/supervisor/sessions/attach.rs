@@ -157,8 +157,11 @@ async fn serve_attached(
         let mut buffer = [0; RECORD_BYTES_MAX];
         let received = tokio::select! {
             received = connection.receive(&mut buffer, DESCRIPTORS_MAX as usize) => received,
-            news = ring.news(grant.id) => match news {
-                News::Broken(found) => return EndReason::RingBroken(found.into()),
+            news = ring.news() => match news {
+                News::Broken(found) => {
+                    control.ring_broken(grant.id, &found);
+                    return EndReason::RingBroken(found.into());
+                }
                 News::Process(process) => {
                     let process = [process.as_fd()];
                     if send(connection, &DaemonRecord::DeviceProcess, &process).await.is_err() {

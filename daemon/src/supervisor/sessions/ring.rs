@@ -5,15 +5,13 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use statecopy_descriptors::Doorbell;
-use statecopy_proto::{Refusal, RefusalCode, SessionId};
+use statecopy_proto::{Refusal, RefusalCode};
 use statecopy_session::{Identity, Parameters, SessionMemory};
-use tokio::sync::broadcast::error::RecvError;
-use tokio::sync::{broadcast, watch};
+use tokio::sync::{oneshot, watch};
 
 use super::Grant;
 use crate::record::RingRecord;
 use crate::supervisor::control::Control;
-use crate::supervisor::device::BrokenRing;
 
 /// A served ring: what the worker is handed, and how the daemon learns of changes.
 #[derive(Debug)]
@@ -21,8 +19,8 @@ pub(super) struct WorkerRing {
     pub(super) record: RingRecord,
     /// The device process that serves it.
     pub(super) process: watch::Receiver<Option<Arc<OwnedFd>>>,
-    /// News of broken rings, this one among them.
-    pub(super) broken: broadcast::Receiver<BrokenRing>,
+    /// Told once it is broken.
+    pub(super) broken: oneshot::Receiver<String>,
 }
 
 impl WorkerRing {
@@ -50,7 +48,7 @@ impl WorkerRing {
         let ring = Self {
             record: record.clone(),
             process: grant.device.process(),
-            broken: grant.device.broken_rings(),
+            broken: grant.device.broken_ring(grant.id),
         };
         grant.device.open_session(grant.id, record).await?;
         Ok(ring)
@@ -67,12 +65,12 @@ impl WorkerRing {
         }
     }
 
-    /// The next news of the ring of that session.
-    pub(super) async fn news(&mut self, session: SessionId) -> News {
+    /// The next news of it. Nothing comes after [`News::Broken`].
+    pub(super) async fn news(&mut self) -> News {
         let Self { process, broken, .. } = self;
         tokio::select! {
             process = next_process(process) => News::Process(process),
-            found = breaks(broken, session) => News::Broken(found),
+            Ok(found) = &mut *broken, if !broken.is_terminated() => News::Broken(found),
         }
     }
 }
@@ -94,16 +92,6 @@ async fn next_process(process: &mut watch::Receiver<Option<Arc<OwnedFd>>>) -> Ar
         }
         if let Some(process) = process.borrow_and_update().clone() {
             return process;
-        }
-    }
-}
-
-async fn breaks(broken: &mut broadcast::Receiver<BrokenRing>, session: SessionId) -> String {
-    loop {
-        match broken.recv().await {
-            Ok(broken) if broken.session == session => return broken.reason,
-            Ok(_) | Err(RecvError::Lagged(_)) => {}
-            Err(RecvError::Closed) => std::future::pending().await,
         }
     }
 }

@@ -8,12 +8,12 @@ use statecopy_kernels::device::{DeviceDescription, Moved};
 use statecopy_kernels::plan;
 use statecopy_kernels::signature::{DeviceUuid, Signature};
 use statecopy_proto::{BindingId, DataType, PlanKind, Refusal, RefusalCode, SignatureHash};
-use tokio::sync::{broadcast, mpsc, oneshot, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::counters::Counters;
 use crate::record::{DeviceInspection, Progress, PublishedBinding, RegistrationRecord, Stage};
 use crate::supervisor::device::{
-    Answer, BrokenRing, Command, Copy, DeviceChannels, DeviceHandle, DeviceState,
+    Answer, BrokenRings, Command, Copy, DeviceChannels, DeviceHandle, DeviceState,
 };
 
 /// The UUID of every scripted device.
@@ -48,7 +48,7 @@ pub(crate) struct ScriptedDevice {
     pub(crate) script: Arc<Mutex<Script>>,
     pub(crate) state: watch::Sender<DeviceState>,
     pub(crate) process: watch::Sender<Option<Arc<OwnedFd>>>,
-    pub(crate) broken_rings: broadcast::Sender<BrokenRing>,
+    pub(crate) broken_rings: BrokenRings,
     commands: Option<mpsc::Receiver<Command>>,
 }
 

@@ -6,7 +6,6 @@ use statecopy_proto::descriptor_socket::{DaemonRecord, Token, WorkerRecord};
 use statecopy_proto::{Incarnation, SessionId, v1};
 use statecopy_session::SessionMemory;
 
-use crate::supervisor::device::BrokenRing;
 use crate::supervisor::sessions::EndReason;
 use crate::supervisor::testing::{TestDaemon, Worker, connect, eventually, reference};
 
@@ -52,8 +51,11 @@ async fn a_broken_ring_ends_its_session_and_no_other() {
     let (broken, _) = attach(&daemon).await;
     let (_other, _) = attach(&daemon).await;
     let session = SessionId(broken.session.session_id);
-    let news = BrokenRing { session, reason: "jumped".to_owned() };
-    daemon.device.broken_rings.send(news).unwrap();
+    // However many others break at the same moment, and whatever is said of sessions that are over.
+    for other in 1000..2000 {
+        daemon.device.broken_rings.tell(SessionId(other), "went back".to_owned());
+    }
+    daemon.device.broken_rings.tell(session, "jumped".to_owned());
     eventually("the end of the session", || async {
         (daemon.inspect().await.sessions.len() == 1).then_some(())
     })
