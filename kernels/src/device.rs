@@ -8,11 +8,13 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use statecopy_proto::{DataType, Direction, HandleKind, IndexWidth, PlanKind, Refusal};
+use statecopy_proto::{
+    DataType, Direction, HandleKind, IndexWidth, PlanKind, Refusal, RefusalCode,
+};
 
-use crate::layout::Placement;
+use crate::layout::{CacheLayout, Placement};
 use crate::plan::{KernelClass, Variant};
-use crate::signature::DeviceUuid;
+use crate::signature::{ALIGNMENT_BYTES, DeviceUuid};
 
 /// What a device says of itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -198,6 +200,38 @@ pub trait Device: fmt::Debug + Send + Sync + Sized + 'static {
     /// # Errors
     /// PREPARE_FAILED when it cannot be made.
     fn launcher(&self) -> Result<Self::Launcher, Refusal>;
+}
+
+/// Checks that layers make a binding or a binding set: of one signature, each inside its region. Gives their layout.
+///
+/// # Errors
+/// SIGNATURE_MISMATCH or OUT_OF_REGION naming the layer.
+pub(crate) fn one_signature<R: Region>(
+    layers: &[(Arc<R>, Placement)],
+) -> Result<&CacheLayout, Refusal> {
+    let mismatch = |sentence: String| Refusal::new(RefusalCode::SignatureMismatch, sentence);
+    let Some((_, first)) = layers.first() else {
+        return Err(mismatch("A binding set has at least one layer, this one has none".into()));
+    };
+    for (at, (region, placement)) in layers.iter().enumerate() {
+        let alignments = [first, placement].map(|placed| placed.offset() % ALIGNMENT_BYTES);
+        if placement.layout() != first.layout() || alignments[0] != alignments[1] {
+            return Err(mismatch(format!(
+                "Layer {at} of the binding set has another layout or base address mod 16 than layer 0"
+            )));
+        }
+        if placement.end() > region.bytes() {
+            return Err(Refusal::new(
+                RefusalCode::OutOfRegion,
+                format!(
+                    "Layer {at} of the binding set ends at byte {} of a region of {} bytes",
+                    placement.end(),
+                    region.bytes()
+                ),
+            ));
+        }
+    }
+    Ok(first.layout())
 }
 
 /// A range of a region that holds it whole.

@@ -7,8 +7,6 @@
 
 mod caches;
 mod crew;
-mod environment;
-pub mod hooks;
 mod identity;
 mod launcher;
 mod memory;
@@ -26,12 +24,13 @@ use std::sync::Arc;
 use statecopy_proto::{DataType, HandleKind, Refusal, RefusalCode};
 
 use self::crew::{Crew, Sharing};
-use self::environment::Environment;
 use self::stores::Stores;
 use crate::device::{
     Announced, Configuration, Device, DeviceDescription, Footprint, Import, Piece, PieceHandle,
 };
+use crate::environment::Environment;
 use crate::guard::{Door, ServingGuard};
+use crate::hooks;
 use crate::layout::Placement;
 use crate::plan::KernelClass;
 
@@ -159,14 +158,14 @@ impl Device for HostDevice {
 
     fn configuration(&self) -> Configuration {
         let stores = self.streaming.map_or(stores::ORDINARY.label, |streaming| streaming.label);
-        self.environment().configuration(stores)
+        self.environment().configuration([
+            ("source", env!("STATECOPY_HOST_SOURCE").to_owned()),
+            ("stores", stores.to_owned()),
+        ])
     }
 
     fn check_hooks(&self) -> Result<(), Refusal> {
-        if hooks::launch_hook_present() {
-            let sentence = "A callback is installed on the launch path of the host device";
-            return Err(Refusal::new(RefusalCode::HookPresent, sentence).about("launch callback"));
-        }
+        hooks::check_launch_path()?;
         self.environment().check_injections(&self.options.allowed_preloads)
     }
 

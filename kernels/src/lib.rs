@@ -10,7 +10,10 @@ pub mod conformance;
 #[expect(unsafe_code, reason = "the CUDA device calls the driver")]
 pub mod cuda;
 pub mod device;
+mod environment;
 pub mod guard;
+#[expect(unsafe_code, reason = "a callback is kept in an atomic word")]
+pub mod hooks;
 #[expect(unsafe_code, reason = "the host device moves bytes of memory that other processes share")]
 pub mod host;
 pub mod layout;

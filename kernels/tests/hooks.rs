@@ -1,4 +1,4 @@
-//! Foreign hooks on the host: a callback on the launch path, and libraries that the environment injects.
+//! Foreign hooks, as the host meets them: a callback on the launch path, and libraries that the environment injects.
 //!
 //! Apart from the other tests, because the callback is the whole process's.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking, in its helpers too")]
@@ -12,7 +12,8 @@ use statecopy_kernels::device::{
     Device as _, Flags, Indices, Launch, Launcher as _, Region as _, Slice,
 };
 use statecopy_kernels::guard::ServingGuard;
-use statecopy_kernels::host::{HostDevice, HostOptions, hooks};
+use statecopy_kernels::hooks;
+use statecopy_kernels::host::{HostDevice, HostOptions};
 use statecopy_kernels::layout::CacheLayout;
 use statecopy_kernels::plan::{KernelClass, Variant};
 use statecopy_kernels::signature::Signature;

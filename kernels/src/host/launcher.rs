@@ -7,13 +7,13 @@ use statecopy_proto::{Direction, IndexWidth};
 use super::HostDevice;
 use super::caches::HostCaches;
 use super::crew::Crew;
-use super::hooks;
 use super::memory::HostRegion;
 use super::rows::{Job, address};
 use super::stores::{ORDINARY, STREAM_REQUEST_BYTES_MIN, Stores};
 use crate::device::{
     DeviceFault, Flags, Indices, Launch, Launcher, Moved, Region as _, Slice, Ticket,
 };
+use crate::hooks;
 use crate::plan::Variant;
 
 /// How many launches may await their poll at once.

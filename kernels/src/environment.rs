@@ -1,4 +1,5 @@
-//! The compiler configuration of the host, and the libraries that its environment injects (contract: Seal).
+//! The environment of a device process: its part of the compiler configuration, and the libraries that are injected into it
+//! (contract: Seal).
 
 use std::env;
 use std::ffi::OsString;
@@ -20,14 +21,14 @@ const INJECTORS: [&str; 4] =
 
 /// What this process was given in its environment, as far as it matters here.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Environment {
+pub(crate) struct Environment {
     variables: Vec<(String, OsString)>,
 }
 
 impl Environment {
     /// Reads it. The only place that does: everything else sees this snapshot.
     #[expect(clippy::disallowed_methods, reason = "this is the door of the environment")]
-    pub(super) fn read() -> Self {
+    pub(crate) fn read() -> Self {
         Self::of(env::vars_os())
     }
 
@@ -41,18 +42,22 @@ impl Environment {
         Self { variables }
     }
 
-    /// The configuration: versions, source, processor features, kernel, and the variables that the contract names.
-    pub(super) fn configuration(&self, stores: &str) -> Configuration {
+    /// The configuration: what the device says of its compiler, versions, kernel, and the variables that the contract names.
+    pub(crate) fn configuration<const N: usize>(
+        &self,
+        device: [(&str, String); N],
+    ) -> Configuration {
         let uname = rustix::system::uname();
-        let mut entries: Vec<(String, String)> = [
+        let process = [
             ("statecopy", env!("CARGO_PKG_VERSION").to_owned()),
             ("rustc", env!("STATECOPY_RUSTC").to_owned()),
-            ("source", env!("STATECOPY_HOST_SOURCE").to_owned()),
-            ("stores", stores.to_owned()),
             ("kernel", uname.release().to_string_lossy().into_owned()),
-        ]
-        .map(|(name, value)| (name.to_owned(), value))
-        .into();
+        ];
+        let mut entries: Vec<(String, String)> = device
+            .into_iter()
+            .chain(process)
+            .map(|(name, value)| (name.to_owned(), value))
+            .collect();
         let variables = self.variables.iter().filter(|(name, _)| configures(name));
         // Escaped, so that two values that are not UTF-8 stay two.
         entries.extend(variables.map(|(name, value)| {
@@ -65,12 +70,8 @@ impl Environment {
     /// Looks for a library that the environment injected and that is mapped now.
     ///
     /// `allowed` are file names of libraries, as the variable names them, that may be there: a memory allocator's, say.
-    pub(super) fn check_injections(&self, allowed: &[String]) -> Result<(), Refusal> {
-        let maps = fs::read("/proc/self/maps").map_err(|error| {
-            let sentence = format!("The libraries of this process cannot be listed: {error}");
-            Refusal::new(RefusalCode::HookPresent, sentence)
-        })?;
-        match self.injection(&String::from_utf8_lossy(&maps), allowed) {
+    pub(crate) fn check_injections(&self, allowed: &[String]) -> Result<(), Refusal> {
+        match self.injection(&maps()?, allowed) {
             Some((variable, library)) => Err(Refusal::new(
                 RefusalCode::HookPresent,
                 format!("The library {library} was injected by {variable}"),
@@ -100,6 +101,15 @@ impl Environment {
             })
             .find(|(_, entry)| mapped.iter().any(|path| is_the_file(path, entry)))
     }
+}
+
+/// What is mapped into this process, one mapping a line.
+fn maps() -> Result<String, Refusal> {
+    let maps = fs::read("/proc/self/maps").map_err(|error| {
+        let sentence = format!("The libraries of this process cannot be listed: {error}");
+        Refusal::new(RefusalCode::HookPresent, sentence)
+    })?;
+    Ok(String::from_utf8_lossy(&maps).into_owned())
 }
 
 /// Whether a variable belongs to the configuration.
@@ -167,7 +177,7 @@ mod tests {
             ("MY_CUDA_A", "1"),
             ("PYTHONPATHS", "1"),
         ]);
-        let configuration = environment(&given).configuration("ordinary");
+        let configuration = environment(&given).configuration([]);
         let mut found: Vec<&str> = configuration
             .entries
             .iter()
@@ -181,14 +191,16 @@ mod tests {
 
     #[test]
     fn a_changed_added_or_removed_variable_is_drift_and_is_named() {
-        let configuration = |given: &[(&str, &str)]| environment(given).configuration("ordinary");
+        let by = |given: &[(&str, &str)], stores: &str| {
+            environment(given).configuration([("stores", stores.to_owned())])
+        };
+        let configuration = |given: &[(&str, &str)]| by(given, "ordinary");
         let before = configuration(&[("CUDA_A", "1"), ("LLVM_B", "2"), ("HOME", "/a")]);
         assert!(before.drift(&before).is_empty());
         assert!(before.drift(&configuration(&[("LLVM_B", "2"), ("CUDA_A", "1")])).is_empty());
         let after = configuration(&[("CUDA_A", "3"), ("NPU_C", "")]);
         assert_eq!(before.drift(&after), ["env CUDA_A", "env LLVM_B", "env NPU_C"]);
-        let another_twin = environment(&[]).configuration("avx2 streaming");
-        assert_eq!(configuration(&[]).drift(&another_twin), ["stores"]);
+        assert_eq!(configuration(&[]).drift(&by(&[], "avx2 streaming")), ["stores"]);
     }
 
     #[test]

@@ -1,10 +1,12 @@
-//! The callback on the host's launch path.
+//! The callback on the launch path of this process's device.
 //!
 //! A profiler in this process may watch launches. A plan with a foreign callback on its launch path is not sealed, and one
 //! that appears after the seal stops serving (contract: Seal): whether one is there is a single load.
 
 use std::mem;
 use std::ptr;
+
+use statecopy_proto::{Refusal, RefusalCode};
 
 use crate::plan::Variant;
 use crate::sync::{AtomicPtr, Ordering};
@@ -31,8 +33,20 @@ pub fn launch_hook_present() -> bool {
     !LAUNCH_HOOK.load(Ordering::Acquire).is_null()
 }
 
+/// Refuses a seal while one is installed.
+///
+/// # Errors
+/// HOOK_PRESENT.
+pub(crate) fn check_launch_path() -> Result<(), Refusal> {
+    if launch_hook_present() {
+        let sentence = "A callback is installed on the launch path of the device";
+        return Err(Refusal::new(RefusalCode::HookPresent, sentence).about("launch callback"));
+    }
+    Ok(())
+}
+
 /// Calls it, if there is one.
-pub(super) fn at_launch(variant: Variant) {
+pub(crate) fn at_launch(variant: Variant) {
     let hook = LAUNCH_HOOK.load(Ordering::Acquire);
     if hook.is_null() {
         return;
