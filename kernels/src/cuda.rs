@@ -1,5 +1,226 @@
 //! The CUDA device: device memory that workers share, copied by kernels of this process.
+//!
+//! The driver is found when the device is opened; a program that has this device in it runs on a machine without one. What
+//! a device process needs of the device for itself (its context, tables, words) it takes when the device is opened and when
+//! its launcher is made. [`CudaExporter`] is the worker's side: it finds out how memory can be shared.
+//! **Invariant.** Every address that a kernel uses lies in memory that its launch keeps mapped: placements were checked
+//! against their region when they were bound, slices when they were made, and the kernel checks each index that it loads.
+//! Once the driver reports that the context is of no more use, nothing is given back to it: the device may still write what
+//! it was writing, until the process ends.
 
+mod allocation;
+mod arena;
 pub mod arguments;
-#[expect(dead_code, reason = "the table comes before those who call it")]
+mod caches;
+mod calls;
+mod context;
+mod driver;
+mod export;
+mod launcher;
+mod memory;
+mod pieces;
+mod selector;
 mod sys;
+mod variants;
+mod words;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use statecopy_proto::{DataType, Refusal, RefusalCode};
+
+use self::arena::{ARENA_BYTES, Arena};
+use self::context::{Context, Scheduling};
+use self::driver::{Driver, VisibleDevice, select};
+use self::memory::LegacyHandles;
+use self::sys::device_attribute;
+use self::words::Words;
+use crate::device::{Announced, Configuration, Device, DeviceDescription, Footprint};
+use crate::environment::{self, Environment};
+use crate::guard::{Door, ServingGuard};
+use crate::hooks;
+use crate::layout::Placement;
+use crate::plan::KernelClass;
+
+pub use self::allocation::{Allocator, CudaMemory};
+pub use self::caches::CudaCaches;
+pub use self::driver::{DRIVER_LIBRARY, DriverError, OpenError};
+pub use self::export::{CudaExporter, Export};
+pub use self::launcher::CudaLauncher;
+pub use self::memory::{CudaImport, CudaRegion, SAME_PROCESS_SUBJECT};
+pub use self::selector::{CudaSelector, SelectorError};
+pub use self::variants::CudaVariants;
+pub use self::words::TICKETS_MAX;
+
+/// The first compute capability for which fused plans are made.
+const FUSED_SINCE: (u32, u32) = (8, 0);
+
+/// How a CUDA device is opened.
+#[derive(Debug, Clone)]
+pub struct CudaOptions {
+    /// Which device.
+    pub selector: CudaSelector,
+    /// The driver: a name that the loader searches for, or a path.
+    pub driver_library: PathBuf,
+    /// The most rows that a request selects.
+    pub selected_max: u64,
+    /// The watch over compiler, environment and allocator.
+    pub guard: Arc<ServingGuard>,
+    /// File names of libraries that `LD_PRELOAD` and its like may inject.
+    pub allowed_preloads: Vec<String>,
+}
+
+impl CudaOptions {
+    /// The driver of this machine, requests of at most `selected_max` rows, no library that may be injected.
+    #[must_use]
+    pub fn new(selector: CudaSelector, selected_max: u64, guard: Arc<ServingGuard>) -> Self {
+        Self {
+            selector,
+            driver_library: DRIVER_LIBRARY.into(),
+            selected_max,
+            guard,
+            allowed_preloads: Vec::new(),
+        }
+    }
+}
+
+/// One GPU, or one MIG slice of it.
+#[derive(Debug)]
+pub struct CudaDevice {
+    description: DeviceDescription,
+    options: CudaOptions,
+    legacy: Arc<LegacyHandles>,
+    arena: Arc<Arena>,
+    words_bytes: u64,
+    // The context goes last.
+    context: Arc<Context>,
+}
+
+impl CudaDevice {
+    /// Opens a device and takes what it needs for itself.
+    ///
+    /// # Errors
+    /// When there is no driver or no such device, when the device lacks what copies need, or memory.
+    pub fn open(options: CudaOptions) -> Result<Self, OpenError> {
+        let driver = Arc::new(Driver::open(&options.driver_library)?);
+        let device = select(&driver, options.selector)?;
+        let failed = |error| OpenError::Device { device: device.label(), error };
+        let has = |attribute| driver.device_attribute(device.device, attribute).map_err(failed);
+        if has(device_attribute::UNIFIED_ADDRESSING)? == 0 {
+            let lacks = "unified addressing";
+            return Err(OpenError::Unsuitable { device: device.label(), lacks });
+        }
+        let capability = driver.compute_capability(device.device).map_err(failed)?;
+        let context = Context::retain(Arc::clone(&driver), device.device, Scheduling::Sleep);
+        let context = Arc::new(context.map_err(failed)?);
+        let arena = Arena::allocate(&context).map_err(|error| {
+            let what = "tables of base addresses";
+            memory::out_of_memory(&context, &device.label(), what, ARENA_BYTES, error)
+        })?;
+        let words_bytes = Words::bytes(options.selected_max).ok_or_else(|| {
+            let lacks = "memory for requests of so many rows";
+            OpenError::Unsuitable { device: device.label(), lacks }
+        })?;
+        Ok(Self {
+            description: describe(&device, capability),
+            options,
+            legacy: Arc::default(),
+            arena: Arc::new(arena),
+            words_bytes: words_bytes as u64,
+            context,
+        })
+    }
+
+    fn environment(&self) -> Environment {
+        self.options.guard.enter(Door::Environment);
+        Environment::read()
+    }
+}
+
+fn describe(device: &VisibleDevice, (major, minor): (u32, u32)) -> DeviceDescription {
+    let fused = if (major, minor) >= FUSED_SINCE {
+        vec![DataType::Float32, DataType::BFloat16]
+    } else {
+        Vec::new()
+    };
+    DeviceDescription {
+        kind: "cuda",
+        uuid: device.uuid,
+        name: device.name.clone(),
+        family: Some(format!("sm_{major}{minor}")),
+        fused,
+    }
+}
+
+impl Device for CudaDevice {
+    type Region = CudaRegion;
+    type Import = CudaImport;
+    type Variants = CudaVariants;
+    type Caches = CudaCaches;
+    type Launcher = CudaLauncher;
+
+    fn description(&self) -> &DeviceDescription {
+        &self.description
+    }
+
+    fn footprint(&self) -> Footprint {
+        Footprint { context: 0, tables: ARENA_BYTES, words: self.words_bytes }
+    }
+
+    fn rows_per_launch_max(&self) -> u64 {
+        arguments::ROWS_PER_LAUNCH_MAX
+    }
+
+    fn import(&self, announced: Announced) -> Result<CudaImport, Refusal> {
+        CudaImport::begin(&self.context, &self.legacy, announced)
+    }
+
+    fn scratch(&self, bytes: u64) -> Result<CudaRegion, Refusal> {
+        self.options.guard.enter(Door::DeviceAllocator);
+        CudaRegion::scratch(&self.context, bytes)
+    }
+
+    fn compile(&self, class: &KernelClass) -> Result<CudaVariants, Refusal> {
+        self.options.guard.enter(Door::Compiler);
+        let image = machine_code(class)?;
+        CudaVariants::load(&self.context, class, &image)
+    }
+
+    fn bind(&self, layers: &[(Arc<CudaRegion>, Placement)]) -> Result<CudaCaches, Refusal> {
+        CudaCaches::bind(&self.arena, layers)
+    }
+
+    fn configuration(&self) -> Configuration {
+        let driver = self.context.driver();
+        let library = environment::mapped_library("libcuda")
+            .unwrap_or_else(|| driver.path().display().to_string());
+        self.environment().configuration([
+            ("cuda driver", driver.version().to_string()),
+            ("cuda driver library", library),
+            ("architecture", self.description.family.clone().unwrap_or_default()),
+        ])
+    }
+
+    fn check_hooks(&self) -> Result<(), Refusal> {
+        hooks::check_launch_path()?;
+        environment::check_absent("libcupti")?;
+        self.environment().check_injections(&self.options.allowed_preloads)
+    }
+
+    fn launcher(&self) -> Result<CudaLauncher, Refusal> {
+        self.options.guard.enter(Door::DeviceAllocator);
+        CudaLauncher::create(&self.context, self.options.selected_max).map_err(|error| {
+            let what = format!(
+                "The launcher's {} bytes of pinned memory and its stream were not made",
+                self.words_bytes
+            );
+            error.refusal(RefusalCode::PrepareFailed, &what)
+        })
+    }
+}
+
+/// The machine code of a class.
+fn machine_code(class: &KernelClass) -> Result<Vec<u8>, Refusal> {
+    let sentence = format!("There is no compiled {} kernel in this build", class.kind.label());
+    Err(Refusal::new(RefusalCode::PrepareFailed, sentence))
+}

@@ -103,6 +103,27 @@ impl Environment {
     }
 }
 
+/// Where the library of that name (`libcuda`) is mapped from; `None` when it is not.
+pub(crate) fn mapped_library(name: &str) -> Option<String> {
+    let maps = maps().ok()?;
+    maps.lines()
+        .filter_map(mapped_path)
+        .find(|path| library_name(path) == Some(name))
+        .map(str::to_owned)
+}
+
+/// Refuses while a library of that name, which watches launches, is mapped, whoever loaded it.
+pub(crate) fn check_absent(name: &str) -> Result<(), Refusal> {
+    maps()?;
+    match mapped_library(name) {
+        Some(path) => {
+            let sentence = format!("The library {path} watches the launches of this process");
+            Err(Refusal::new(RefusalCode::HookPresent, sentence).about(path))
+        }
+        None => Ok(()),
+    }
+}
+
 /// What is mapped into this process, one mapping a line.
 fn maps() -> Result<String, Refusal> {
     let maps = fs::read("/proc/self/maps").map_err(|error| {
@@ -228,6 +249,18 @@ mod tests {
             let named = Some("LD_PRELOAD /opt/libold.so".to_owned());
             assert_eq!(found(&[("LD_PRELOAD", &two)], &[hook]), named);
         }
+    }
+
+    #[test]
+    fn a_library_that_watches_launches_is_a_hook_whoever_loaded_it() {
+        let mapped = mapped_library("libc").expect("the C library is mapped");
+        assert!(mapped.contains("/libc.so"), "{mapped}");
+        let refusal = check_absent("libc").unwrap_err();
+        assert_eq!(
+            (refusal.code(), refusal.subject()),
+            (RefusalCode::HookPresent, mapped.as_str())
+        );
+        assert_eq!(check_absent("libcupti"), Ok(()));
     }
 
     #[test]

@@ -106,12 +106,10 @@ pub(super) mod status {
     use super::Status;
 
     pub(crate) const SUCCESS: Status = Status(0);
-    pub(crate) const INVALID_VALUE: Status = Status(1);
     pub(crate) const OUT_OF_MEMORY: Status = Status(2);
     pub(crate) const NOT_INITIALIZED: Status = Status(3);
     pub(crate) const DEINITIALIZED: Status = Status(4);
     pub(crate) const STUB_LIBRARY: Status = Status(34);
-    pub(crate) const DEVICE_UNAVAILABLE: Status = Status(46);
     pub(crate) const NO_DEVICE: Status = Status(100);
     pub(crate) const ECC_UNCORRECTABLE: Status = Status(214);
     pub(crate) const NVLINK_UNCORRECTABLE: Status = Status(220);
@@ -122,6 +120,10 @@ pub(super) mod status {
     pub(crate) const CONTEXT_IS_DESTROYED: Status = Status(709);
     pub(crate) const ASSERT: Status = Status(710);
     pub(crate) const HARDWARE_STACK_ERROR: Status = Status(714);
+    pub(crate) const ILLEGAL_INSTRUCTION: Status = Status(715);
+    pub(crate) const MISALIGNED_ADDRESS: Status = Status(716);
+    pub(crate) const INVALID_ADDRESS_SPACE: Status = Status(717);
+    pub(crate) const INVALID_PC: Status = Status(718);
     pub(crate) const LAUNCH_FAILED: Status = Status(719);
     pub(crate) const TENSOR_MEMORY_LEAK: Status = Status(721);
     pub(crate) const MPS_RPC_FAILURE: Status = Status(806);
@@ -138,7 +140,6 @@ pub(super) mod device_attribute {
     pub(crate) const UNIFIED_ADDRESSING: c_int = 41;
     pub(crate) const COMPUTE_CAPABILITY_MAJOR: c_int = 75;
     pub(crate) const COMPUTE_CAPABILITY_MINOR: c_int = 76;
-    pub(crate) const VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED: c_int = 102;
 }
 
 /// `CUpointer_attribute` values, each with the type that the driver writes.
@@ -155,10 +156,6 @@ pub(super) mod pointer_attribute {
     pub(crate) const DEVICE_ORDINAL: c_int = 9;
     /// `int`, 0 or 1.
     pub(crate) const IS_LEGACY_CUDA_IPC_CAPABLE: c_int = 10;
-    /// `CUdeviceptr`.
-    pub(crate) const RANGE_START_ADDR: c_int = 11;
-    /// `size_t`.
-    pub(crate) const RANGE_SIZE: c_int = 12;
     /// `unsigned long long`: `CUmemAllocationHandleType` bits.
     pub(crate) const ALLOWED_HANDLE_TYPES: c_int = 14;
     /// `CUmemoryPool`, null outside a pool.
@@ -170,7 +167,7 @@ pub(super) mod pointer_attribute {
 }
 
 /// `CU_MEMORYTYPE_DEVICE`.
-pub(super) const MEMORYTYPE_DEVICE: c_uint = 2;
+pub(super) const MEMORYTYPE_DEVICE: u64 = 2;
 /// `CU_CTX_SCHED_BLOCKING_SYNC`: a thread that waits for the device sleeps.
 pub(super) const CTX_SCHED_BLOCKING_SYNC: c_uint = 4;
 /// `CU_STREAM_NON_BLOCKING`: no order with the legacy default stream.

@@ -1,0 +1,343 @@
+//! The executor's side of the device: a launch, then a word that its stream writes.
+//!
+//! Neither [`Launcher::launch`] nor [`Launcher::poll`] allocates, locks, logs or waits. A done word is loaded at each poll; the
+//! driver is asked now and then, because a faulted device writes no word.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use statecopy_proto::{Direction, IndexWidth};
+
+use super::CudaDevice;
+use super::arguments::{
+    Arguments, FLAGS_ADDRESS, FLAGS_INLINE, FLAGS_NONE, ROWS_PER_LAUNCH_MAX, THREADS,
+    direction_number, grid,
+};
+use super::context::Context;
+use super::driver::DriverError;
+use super::memory::CudaRegion;
+use super::sys::Stream;
+use super::words::{TICKETS_MAX, Words};
+use crate::device::{
+    DeviceFault, Flags, Indices, Launch, Launcher, Moved, Region as _, Slice, Ticket,
+};
+use crate::hooks;
+use crate::signature::ALIGNMENT_BYTES;
+
+/// Parts of one request under way at once: the next is launched while one runs. More would only keep others waiting.
+const DEPTH: usize = 2;
+/// How long a launch may be silent before the driver is asked whether the device lives.
+const QUERY_INTERVAL: Duration = Duration::from_micros(100);
+
+impl From<DriverError> for DeviceFault {
+    fn from(error: DriverError) -> Self {
+        Self(error.to_string())
+    }
+}
+
+/// Launches copies on a stream of its own.
+#[derive(Debug)]
+pub struct CudaLauncher {
+    context: Arc<Context>,
+    stream: Stream,
+    words: Words,
+    arguments: Box<Arguments>,
+    slots: Box<[Option<UnderWay>]>,
+    issued: u64,
+}
+
+/// A launch that was not answered yet.
+#[derive(Debug, Clone, Copy)]
+struct UnderWay {
+    ticket: Ticket,
+    rows: u64,
+    /// How many of them are copied, where the host can tell; otherwise the device does.
+    copied: Option<u64>,
+    /// When the driver was asked last, or the first poll met no word.
+    asked: Option<Instant>,
+}
+
+impl CudaLauncher {
+    pub(super) fn create(context: &Arc<Context>, selected_max: u64) -> Result<Self, DriverError> {
+        let words = Words::allocate(context, selected_max)?;
+        let stream = context.enter()?.create_stream()?;
+        Ok(Self {
+            context: Arc::clone(context),
+            stream,
+            words,
+            arguments: Box::new(Arguments::zeroed()),
+            slots: vec![None; TICKETS_MAX].into(),
+            issued: 0,
+        })
+    }
+
+    /// Checks the launch against its own sizes, and fills in the kernel's parameter. The slot has no launch under way.
+    fn fill(&mut self, slot: usize, launch: &Launch<'_, CudaDevice>) {
+        let layout = launch.caches.layout();
+        let payload = layout.payload_bytes();
+        assert_eq!(launch.variants.payload_bytes(), payload, "The variants are of another class");
+        let rows = launch.caches.layers().checked_mul(launch.selected);
+        let packed_bytes = rows.and_then(|rows| rows.checked_mul(payload));
+        assert_eq!(Some(launch.packed.bytes()), packed_bytes, "Packed is [L, selected, H, V, K]");
+        let part = &launch.part;
+        assert!(
+            part.start <= part.end && Some(part.end) <= rows,
+            "The part lies inside the request"
+        );
+        assert!(part.end - part.start <= ROWS_PER_LAUNCH_MAX, "The part is one launch");
+        let packed = address(&launch.packed);
+        assert!(packed.is_multiple_of(ALIGNMENT_BYTES), "Packed is aligned");
+
+        let arguments = &mut *self.arguments;
+        (arguments.bases, arguments.base) = launch.caches.addresses();
+        arguments.packed = packed;
+        arguments.rows = layout.rows();
+        arguments.page_stride = layout.page_stride_bytes();
+        arguments.payload = payload;
+        arguments.selected = launch.selected;
+        arguments.first_row = part.start;
+        arguments.direction = direction_number(launch.direction);
+        arguments.index_width = match launch.indices.width() {
+            IndexWidth::Int32 => 4,
+            IndexWidth::Int64 => 8,
+        };
+        self.fill_inputs(slot, launch);
+    }
+
+    /// Indices and flags: where they are, and those in private memory themselves.
+    fn fill_inputs(&mut self, slot: usize, launch: &Launch<'_, CudaDevice>) {
+        let flags = match launch.direction {
+            Direction::Gather => &launch.flags,
+            Direction::Scatter => &Flags::None,
+        };
+        check_count(launch);
+        let index_bytes = private_bytes(&launch.indices);
+        let flag_bytes = match flags {
+            Flags::Inline(private) => private.len(),
+            Flags::None | Flags::Shared(_) => 0,
+        };
+        let arguments = &mut *self.arguments;
+        let inline = index_bytes + flag_bytes <= arguments.inline_bytes.len();
+        let room = if inline { &mut arguments.inline_bytes[..] } else { self.words.inputs(slot) };
+        copy_indices(&launch.indices, &mut room[..index_bytes]);
+        if let Flags::Inline(private) = flags {
+            room[index_bytes..index_bytes + flag_bytes].copy_from_slice(private);
+        }
+        let pinned = self.words.inputs_address(slot);
+        arguments.indices = match &launch.indices {
+            Indices::Shared(_, shared) => address(shared),
+            Indices::Int32(_) | Indices::Int64(_) if inline => 0,
+            Indices::Int32(_) | Indices::Int64(_) => pinned,
+        };
+        (arguments.flags_kind, arguments.flags) = match flags {
+            Flags::None => (FLAGS_NONE, 0),
+            Flags::Shared(shared) => (FLAGS_ADDRESS, address(shared)),
+            Flags::Inline(_) if inline => (FLAGS_INLINE, 0),
+            Flags::Inline(_) => (FLAGS_ADDRESS, pinned + index_bytes as u64),
+        };
+        arguments.inline_flags_at = u32::try_from(index_bytes).unwrap_or(u32::MAX);
+    }
+
+    /// The done word's value for a ticket. The words begin as 0.
+    fn done_value(ticket: Ticket) -> u64 {
+        ticket.0 + 1
+    }
+}
+
+impl Launcher<CudaDevice> for CudaLauncher {
+    fn hooked(&self) -> bool {
+        hooks::launch_hook_present()
+    }
+
+    fn depth(&self) -> usize {
+        DEPTH
+    }
+
+    fn has_room(&self) -> bool {
+        self.slots[slot_of(self.issued)].is_none()
+    }
+
+    fn launch(&mut self, launch: &Launch<'_, CudaDevice>) -> Result<Ticket, DeviceFault> {
+        let variant = launch.variant();
+        let function = launch.variants.function(variant);
+        let (ticket, slot) = (Ticket(self.issued), slot_of(self.issued));
+        assert!(self.slots[slot].is_none(), "At most {TICKETS_MAX} launches await their poll");
+        self.fill(slot, launch);
+        hooks::at_launch(variant);
+        let rows = launch.part.end - launch.part.start;
+        let copied = known_copied(launch);
+        self.arguments.row_states = match copied {
+            Some(_) => 0,
+            None => self.words.states_address(slot),
+        };
+        if rows > 0 {
+            let shape = grid(self.arguments.payload, rows);
+            let shape =
+                shape.expect("a class that was compiled and a part of one launch have a grid");
+            let current = self.context.enter()?;
+            // SAFETY: the function is of a variant that takes `Arguments`, whose module the caller's variants keep loaded.
+            // `fill` checked that packed, indices and flags hold what the launch says and that the part lies inside it;
+            // binding checked the layers against their regions. The caller keeps all of it until the poll answers.
+            unsafe { current.launch(function, shape, THREADS, self.stream, &*self.arguments) }?;
+            let word = self.words.done_address(slot);
+            // SAFETY: the stream is ours; the words are freed only when the stream is idle.
+            unsafe { current.write_word(self.stream, word, Self::done_value(ticket)) }?;
+        }
+        self.slots[slot] = Some(UnderWay { ticket, rows, copied, asked: None });
+        self.issued += 1;
+        Ok(ticket)
+    }
+
+    fn poll(&mut self, ticket: Ticket) -> Result<Option<Moved>, DeviceFault> {
+        let slot = slot_of(ticket.0);
+        let under_way = self.slots[slot].as_mut().filter(|under_way| under_way.ticket == ticket);
+        let under_way = under_way.expect("a ticket of this launcher is polled until it answers");
+        let is_done = |words: &Words| words.done(slot) == Self::done_value(ticket);
+        if under_way.rows > 0 && !is_done(&self.words) {
+            let now = Instant::now();
+            let asked = *under_way.asked.get_or_insert(now);
+            if now.duration_since(asked) < QUERY_INTERVAL {
+                return Ok(None);
+            }
+            under_way.asked = Some(now);
+            // SAFETY: the stream is ours.
+            let idle = unsafe { self.context.enter()?.is_idle(self.stream) }?;
+            if !idle || !is_done(&self.words) {
+                return Ok(None);
+            }
+        }
+        let UnderWay { rows, copied, .. } = *under_way;
+        self.slots[slot] = None;
+        let states = usize::try_from(rows).expect("rows of one launch");
+        let copied = copied.unwrap_or_else(|| self.words.copied(slot, states));
+        Ok(Some(Moved { copied, masked: rows - copied }))
+    }
+}
+
+impl Drop for CudaLauncher {
+    fn drop(&mut self) {
+        // SAFETY: the stream is ours.
+        let idle = self.context.enter().and_then(|current| unsafe { current.is_idle(self.stream) });
+        if idle != Ok(true) {
+            self.words.abandon();
+            return;
+        }
+        // SAFETY: the stream is ours, and this is its end.
+        self.context.give_back(|current| unsafe { current.destroy_stream(self.stream) });
+    }
+}
+
+fn slot_of(ticket: u64) -> usize {
+    usize::try_from(ticket % TICKETS_MAX as u64).expect("a small number")
+}
+
+/// The first byte of a slice, which lies in its region.
+fn address(slice: &Slice<'_, CudaRegion>) -> u64 {
+    debug_assert!(slice.offset() + slice.bytes() <= slice.region().bytes(), "checked when made");
+    slice.region().address() + slice.offset()
+}
+
+/// One index and one flag a selected row.
+fn check_count(launch: &Launch<'_, CudaDevice>) {
+    let indices = match &launch.indices {
+        Indices::Int32(private) => private.len() as u64,
+        Indices::Int64(private) => private.len() as u64,
+        Indices::Shared(width, shared) => {
+            assert!(address(shared).is_multiple_of(width.bytes()), "Indices are aligned");
+            shared.bytes() / width.bytes()
+        }
+    };
+    assert_eq!(indices, launch.selected, "One index a selected row");
+    let flags = match &launch.flags {
+        Flags::None => launch.selected,
+        Flags::Inline(private) => private.len() as u64,
+        Flags::Shared(shared) => shared.bytes(),
+    };
+    assert_eq!(flags, launch.selected, "One flag a selected row");
+}
+
+/// Bytes of indices in private memory.
+fn private_bytes<R>(indices: &Indices<'_, R>) -> usize {
+    match indices {
+        Indices::Int32(private) => size_of_val(*private),
+        Indices::Int64(private) => size_of_val(*private),
+        Indices::Shared(..) => 0,
+    }
+}
+
+/// Copies indices in private memory, as the device reads them.
+fn copy_indices<R>(indices: &Indices<'_, R>, into: &mut [u8]) {
+    match indices {
+        Indices::Int32(private) => {
+            for (bytes, index) in into.chunks_exact_mut(4).zip(*private) {
+                bytes.copy_from_slice(&index.to_ne_bytes());
+            }
+        }
+        Indices::Int64(private) => {
+            for (bytes, index) in into.chunks_exact_mut(8).zip(*private) {
+                bytes.copy_from_slice(&index.to_ne_bytes());
+            }
+        }
+        Indices::Shared(..) => {}
+    }
+}
+
+/// How many rows of a part are copied, where indices and flags are in private memory: the device decides by the same values.
+fn known_copied(launch: &Launch<'_, CudaDevice>) -> Option<u64> {
+    let rows = launch.caches.layout().rows();
+    let flags = match (launch.direction, &launch.flags) {
+        (Direction::Scatter, _) | (Direction::Gather, Flags::None) => None,
+        (Direction::Gather, Flags::Inline(private)) => Some(*private),
+        (Direction::Gather, Flags::Shared(_)) => return None,
+    };
+    let wanted = |at: usize| flags.is_none_or(|flags| flags[at] != 0);
+    let is_row = |index: i64| u64::try_from(index).is_ok_and(|row| row < rows);
+    let part = (launch.part.start, launch.part.end);
+    match launch.indices {
+        Indices::Int32(indices) => Some(count_in_part(part, launch.selected, |at| {
+            wanted(at) && is_row(indices[at].into())
+        })),
+        Indices::Int64(indices) => {
+            Some(count_in_part(part, launch.selected, |at| wanted(at) && is_row(indices[at])))
+        }
+        Indices::Shared(..) => None,
+    }
+}
+
+/// How many rows `r` of the part have `counts(r % selected)`. Looks at each selected row once, however many layers there are.
+fn count_in_part((start, end): (u64, u64), selected: u64, counts: impl Fn(usize) -> bool) -> u64 {
+    if start == end {
+        return 0;
+    }
+    let (mut whole, mut before_start, mut before_end) = (0_u64, 0_u64, 0_u64);
+    for (at, number) in (0..selected).enumerate() {
+        let one = u64::from(counts(at));
+        whole += one;
+        before_start += if number < start % selected { one } else { 0 };
+        before_end += if number < end % selected { one } else { 0 };
+    }
+    whole * (end / selected - start / selected) + before_end - before_start
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_of_a_part_are_counted_as_one_by_one() {
+        for selected in 1..7_u64 {
+            for pattern in 0..1_u32 << selected {
+                let counts = |at: usize| pattern >> at & 1 == 1;
+                for start in 0..=3 * selected {
+                    for end in start..=3 * selected {
+                        let expected = (start..end)
+                            .filter(|row| counts(usize::try_from(row % selected).unwrap()))
+                            .count() as u64;
+                        assert_eq!(count_in_part((start, end), selected, counts), expected);
+                    }
+                }
+            }
+        }
+        assert_eq!(count_in_part((0, 0), 0, |_| true), 0);
+    }
+}
