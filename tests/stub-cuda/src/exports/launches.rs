@@ -1,0 +1,99 @@
+//! Streams, modules, launches.
+
+use std::ffi::{c_char, c_void};
+
+use statecopy_kernels::cuda::arguments::Arguments;
+
+use super::{In, Out, exported};
+use crate::abi::{CUdeviceptr, CUresult, Opaque};
+use crate::kernels::Launch;
+use crate::process::Answer;
+use crate::streams::{Stream, Work};
+use crate::trace::Object;
+
+/// The largest grid in x and in y, and the most threads of a block.
+const GRID_MAX: [u32; 2] = [i32::MAX.cast_unsigned(), 65_535];
+const THREADS_MAX: u32 = 1024;
+
+/// Refuses a grid that a device refuses, and more than the product's kernels know of.
+fn check_grid(grid: [u32; 3], block: [u32; 3]) -> Answer {
+    let [x, y, z] = grid;
+    let grid_fits = (1..=GRID_MAX[0]).contains(&x) && (1..=GRID_MAX[1]).contains(&y) && z == 1;
+    let threads = block.iter().try_fold(1_u32, |all, each| all.checked_mul(*each));
+    let block_fits = threads.is_some_and(|threads| (1..=THREADS_MAX).contains(&threads));
+    if grid_fits && block_fits { Ok(()) } else { Err(CUresult::INVALID_VALUE) }
+}
+
+exported! {
+    cuStreamCreateWithPriority(stream: Out<Opaque>, flags: u32, _priority: i32) |process| {
+        if flags > 1 {
+            return Err(CUresult::INVALID_VALUE);
+        }
+        let handle = process.control.number() << 4;
+        let started = Stream::start(process, process.context()?, flags == 1, false)?;
+        process.objects().streams.insert(handle, started);
+        process.trace.add(Object::Stream);
+        stream.put(handle)
+    };
+    cuStreamDestroy_v2(stream: Opaque) |process| {
+        let removed = process.objects().streams.remove(&stream);
+        removed.ok_or(CUresult::INVALID_HANDLE)?.end();
+        process.trace.remove(Object::Stream);
+        Ok(())
+    };
+    cuStreamQuery(stream: Opaque) |process| {
+        let idle = process.stream(stream)?.is_idle();
+        process.sticky()?;
+        if idle { Ok(()) } else { Err(CUresult::NOT_READY) }
+    };
+    cuStreamSynchronize(stream: Opaque) |process| {
+        process.stream(stream)?.wait_idle();
+        process.sticky()
+    };
+    cuStreamWriteValue64_v2(stream: Opaque, address: CUdeviceptr, value: u64, _flags: u32) |process| {
+        let stream = process.stream(stream)?;
+        if !process.memory().allows(address, 8, true) || !address.is_multiple_of(8) {
+            return Err(CUresult::INVALID_VALUE);
+        }
+        stream.push(Work::Write { at: address, value });
+        Ok(())
+    };
+    cuStreamWaitValue64_v2(stream: Opaque, address: CUdeviceptr, value: u64, flags: u32) |process| {
+        let stream = process.stream(stream)?;
+        if !process.memory().allows(address, 8, false) || !address.is_multiple_of(8) {
+            return Err(CUresult::INVALID_VALUE);
+        }
+        stream.push(Work::Wait { at: address, value, flags });
+        Ok(())
+    };
+    cuModuleLoadData(module: Out<Opaque>, image: In<[u8; 4]>) |process| {
+        module.put(process.load_module(image.get()?)?)
+    };
+    cuModuleUnload(module: Opaque) |process| process.unload_module(module);
+    cuModuleGetFunction(function: Out<Opaque>, module: Opaque, name: In<c_char>) |process| {
+        function.put(process.function_named(module, &name.text()?)?)
+    };
+    cuLaunchKernel(
+        function: Opaque,
+        grid_x: u32,
+        grid_y: u32,
+        grid_z: u32,
+        block_x: u32,
+        block_y: u32,
+        block_z: u32,
+        _shared_bytes: u32,
+        stream: Opaque,
+        parameters: In<In<Arguments>>,
+        extra: In<c_void>,
+    ) |process| {
+        let kernel = process.kernel(function)?;
+        check_grid([grid_x, grid_y, grid_z], [block_x, block_y, block_z])?;
+        if extra.0.is_some() {
+            return Err(CUresult::INVALID_VALUE);
+        }
+        let arguments = parameters.get()?.get()?;
+        let launch = Launch { kernel, arguments, rows: grid_y.into() };
+        process.stream(stream)?.push(Work::Kernel(Box::new(launch)));
+        Ok(())
+    };
+}

@@ -1,0 +1,186 @@
+//! What the product's kernels do, row by row, over mapped memory.
+//!
+//! Every address is looked up first: one that the device may not touch is CUDA_ERROR_ILLEGAL_ADDRESS, as on a device, and
+//! no crash.
+
+use std::ptr;
+use std::sync::Arc;
+use std::thread;
+
+use statecopy_kernels::cuda::arguments::{
+    Arguments, DIRECTION_GATHER, FLAGS_ADDRESS, FLAGS_INLINE,
+};
+
+use crate::abi::CUresult;
+use crate::mapping::{self, Address};
+use crate::memory::Memory;
+use crate::process::{Answer, Process, STEP};
+
+/// A kernel of the product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kernel {
+    Gather { width: u64 },
+    Scatter { width: u64 },
+    ByteCopy,
+}
+
+impl Kernel {
+    /// By the name of its entry point.
+    pub(crate) fn named(name: &[u8]) -> Option<Self> {
+        Some(match name {
+            b"gather_int32" => Self::Gather { width: 4 },
+            b"gather_int64" => Self::Gather { width: 8 },
+            b"scatter_int32" => Self::Scatter { width: 4 },
+            b"scatter_int64" => Self::Scatter { width: 8 },
+            b"byte_copy" => Self::ByteCopy,
+            _ => return None,
+        })
+    }
+
+    /// Whether it gathers, and how wide its indices are.
+    fn facts(self, arguments: &Arguments) -> (bool, u64) {
+        match self {
+            Self::Gather { width } => (true, width),
+            Self::Scatter { width } => (false, width),
+            Self::ByteCopy => {
+                (arguments.direction == DIRECTION_GATHER, u64::from(arguments.index_width))
+            }
+        }
+    }
+}
+
+/// A kernel on its way.
+#[derive(Debug)]
+pub(crate) struct Launch {
+    pub(crate) kernel: Kernel,
+    pub(crate) arguments: Arguments,
+    /// Rows of the grid.
+    pub(crate) rows: u64,
+}
+
+/// Runs a kernel to its end. An error is sticky.
+pub(crate) fn run(process: &Arc<Process>, launch: &Launch) -> Answer {
+    while process.control.holds_kernels() {
+        process.sticky()?;
+        thread::sleep(STEP);
+    }
+    if process.control.takes_kernel_fault() {
+        return Err(CUresult::ILLEGAL_ADDRESS);
+    }
+    for row in 0..launch.rows {
+        // Held for a row at a time, so that memory can be unmapped meanwhile, as on a device.
+        move_row(&process.memory(), launch, row)?;
+    }
+    Ok(())
+}
+
+fn move_row(memory: &Memory, launch: &Launch, row: u64) -> Answer {
+    let arguments = &launch.arguments;
+    let (gathers, width) = launch.kernel.facts(arguments);
+    let number = arguments.first_row + row;
+    let layer = number.checked_div(arguments.selected).ok_or(CUresult::LAUNCH_FAILED)?;
+    let place = number % arguments.selected;
+    let index = index(memory, arguments, place, width)?;
+    let wanted = !gathers || flag(memory, arguments, place)?;
+    let packed = arguments.packed + number * arguments.payload;
+    let page = u64::try_from(index).ok().filter(|index| *index < arguments.rows && wanted);
+    match page {
+        Some(page) => {
+            let base = base(memory, arguments, layer)?;
+            let state = base + page * arguments.page_stride;
+            let (from, to) = if gathers { (state, packed) } else { (packed, state) };
+            copy(memory, from, to, arguments.payload)?;
+        }
+        None if gathers => clear(memory, packed, arguments.payload)?,
+        None => {}
+    }
+    if arguments.row_states != 0 {
+        store(memory, arguments.row_states + row, u8::from(page.is_some()))?;
+    }
+    Ok(())
+}
+
+/// Row 0 of a layer.
+fn base(memory: &Memory, arguments: &Arguments, layer: u64) -> Answer<Address> {
+    if arguments.bases == 0 {
+        Ok(arguments.base)
+    } else {
+        load(memory, arguments.bases + layer * 8)
+    }
+}
+
+fn index(memory: &Memory, arguments: &Arguments, place: u64, width: u64) -> Answer<i64> {
+    if arguments.indices == 0 {
+        let at = mapping::size(place * width);
+        let bytes = arguments.inline_bytes.get(at..at + mapping::size(width));
+        let bytes = bytes.ok_or(CUresult::LAUNCH_FAILED)?;
+        return match (bytes.try_into(), bytes.try_into()) {
+            (Ok(narrow), _) => Ok(i32::from_le_bytes(narrow).into()),
+            (_, Ok(wide)) => Ok(i64::from_le_bytes(wide)),
+            _ => Err(CUresult::LAUNCH_FAILED),
+        };
+    }
+    let at = arguments.indices + place * width;
+    match width {
+        4 => load::<i32>(memory, at).map(i64::from),
+        8 => load::<i64>(memory, at),
+        _ => Err(CUresult::LAUNCH_FAILED),
+    }
+}
+
+fn flag(memory: &Memory, arguments: &Arguments, place: u64) -> Answer<bool> {
+    match arguments.flags_kind {
+        FLAGS_INLINE => {
+            let at = mapping::size(u64::from(arguments.inline_flags_at) + place);
+            let flag = arguments.inline_bytes.get(at).ok_or(CUresult::LAUNCH_FAILED)?;
+            Ok(*flag != 0)
+        }
+        FLAGS_ADDRESS => Ok(load::<u8>(memory, arguments.flags + place)? != 0),
+        _ => Ok(true),
+    }
+}
+
+fn may(memory: &Memory, at: Address, bytes: u64, write: bool) -> Answer {
+    if memory.allows(at, bytes, write) { Ok(()) } else { Err(CUresult::ILLEGAL_ADDRESS) }
+}
+
+/// Types of which every pattern of bits is a value.
+trait Plain: Copy {}
+impl Plain for u8 {}
+impl Plain for i32 {}
+impl Plain for i64 {}
+impl Plain for u64 {}
+
+fn load<T: Plain>(memory: &Memory, at: Address) -> Answer<T> {
+    may(memory, at, size_of::<T>() as u64, false)?;
+    let pointer: *const T = mapping::pointer(at);
+    if !pointer.is_aligned() {
+        return Err(CUresult::MISALIGNED_ADDRESS);
+    }
+    // SAFETY: the bytes are mapped while the map is held, the pointer is aligned, and any bits are a value. Other processes
+    // may write meanwhile, as on a device: the value is taken once.
+    Ok(unsafe { pointer.read_volatile() })
+}
+
+fn store(memory: &Memory, at: Address, value: u8) -> Answer {
+    may(memory, at, 1, true)?;
+    // SAFETY: the byte is mapped to be written while the map is held.
+    unsafe { mapping::pointer::<u8>(at).write_volatile(value) };
+    Ok(())
+}
+
+fn copy(memory: &Memory, from: Address, to: Address, bytes: u64) -> Answer {
+    may(memory, from, bytes, false)?;
+    may(memory, to, bytes, true)?;
+    // SAFETY: both ranges are mapped while the map is held. Two rows that touch the same bytes are the caller's to order,
+    // as on a device; `copy` allows an overlap.
+    unsafe { ptr::copy(mapping::pointer::<u8>(from), mapping::pointer(to), mapping::size(bytes)) };
+    Ok(())
+}
+
+fn clear(memory: &Memory, at: Address, bytes: u64) -> Answer {
+    may(memory, at, bytes, true)?;
+    // SAFETY: the range is mapped to be written while the map is held.
+    unsafe { ptr::write_bytes(mapping::pointer::<u8>(at), 0, mapping::size(bytes)) };
+    Ok(())
+}

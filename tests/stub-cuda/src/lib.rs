@@ -1,0 +1,44 @@
+//! A CUDA driver over host memory, for tests on machines without a GPU.
+//!
+//! **What it is.** The part of the driver API that statecopy uses, under its exported names, as a library to be opened in
+//! place of `libcuda.so.1`. Memory is files in a folder that several processes share, streams are threads, and the
+//! product's kernels are written here once more, row by row. The other half, [`Stub`], is a test's side: it makes the
+//! folder, asks for faults while processes run, and reads what each process did and still holds.
+//!
+//! **What it is not.** It is no emulator: it runs no code of an image and knows only the five kernels of statecopy. It
+//! proves the order of calls, clean-up and faults, and never speed. What NVIDIA's header leaves open is answered here as
+//! well as is known; a device has the last word.
+//!
+//! **Invariant.** Memory that a kernel may not touch is `CUDA_ERROR_ILLEGAL_ADDRESS`, for good, and never a crash of the
+//! stub. After that error nothing on any stream is done, and no word says that it was.
+//!
+//! A process finds the folder by `STATECOPY_STUB_CUDA_DIR` ([`Stub::environment`]); without it there is no device. It sees
+//! the devices of the folder, or others in another order by `STATECOPY_STUB_CUDA_DEVICES` ([`StubDevice::describe`]).
+
+mod abi;
+mod attributes;
+mod control;
+mod devices;
+mod exports;
+mod functions;
+mod ipc;
+mod kernels;
+mod ledger;
+mod mapping;
+mod memory;
+mod modules;
+mod process;
+mod streams;
+mod stub;
+mod sync;
+mod trace;
+mod vmm;
+mod words;
+
+pub use abi::CUresult;
+pub use control::{Act, Fault, Knob, Whose};
+pub use devices::StubDevice;
+pub use functions::Function;
+pub use stub::{Entered, Stub, stub_library};
+pub use trace::{CallRecord, Object, ProcessReport};
+pub use vmm::GRANULARITY_BYTES;

@@ -1,0 +1,222 @@
+//! Streams: each a thread with a queue, first in, first out.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread;
+
+use crate::abi::{CUdevice, CUresult, Opaque, flag};
+use crate::kernels::{self, Launch};
+use crate::mapping::{self, Address};
+use crate::process::{Answer, Process, STEP};
+use crate::sync::{AtomicU64, Ordering};
+
+/// One thing that a stream does.
+#[derive(Debug)]
+pub(crate) enum Work {
+    /// Runs a kernel.
+    Kernel(Box<Launch>),
+    /// Writes a word, after everything before it is visible.
+    Write { at: Address, value: u64 },
+    /// Waits until a word is as wanted.
+    Wait { at: Address, value: u64, flags: u32 },
+    /// Frees memory of a pool.
+    Free(Address),
+}
+
+/// A stream.
+#[derive(Debug)]
+pub(crate) struct Stream {
+    device: CUdevice,
+    non_blocking: bool,
+    default: bool,
+    queue: Mutex<Queue>,
+    /// Notified when there is work, or the end.
+    filled: Condvar,
+    /// Notified when nothing is left to do.
+    idle: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Queue {
+    work: VecDeque<Work>,
+    /// The first thing is being done; it has left the queue.
+    busy: bool,
+    ended: bool,
+}
+
+impl Stream {
+    /// Starts the thread. `default` is the context's own stream, which nobody creates.
+    pub(crate) fn start(
+        process: &Arc<Process>,
+        device: CUdevice,
+        non_blocking: bool,
+        default: bool,
+    ) -> Answer<Arc<Self>> {
+        let stream = Arc::new(Self {
+            device,
+            non_blocking,
+            default,
+            queue: Mutex::default(),
+            filled: Condvar::new(),
+            idle: Condvar::new(),
+        });
+        let (own, process) = (Arc::clone(&stream), Arc::downgrade(process));
+        let thread = thread::Builder::new().name("stub-stream".into());
+        thread.spawn(move || own.run(&process)).map_err(|_| CUresult::OPERATING_SYSTEM)?;
+        Ok(stream)
+    }
+
+    pub(crate) fn device(&self) -> CUdevice {
+        self.device
+    }
+
+    /// Whether calls without a stream do not wait for it.
+    pub(crate) fn is_non_blocking(&self) -> bool {
+        self.non_blocking
+    }
+
+    pub(crate) fn is_default(&self) -> bool {
+        self.default
+    }
+
+    pub(crate) fn push(&self, work: Work) {
+        self.queue().work.push_back(work);
+        self.filled.notify_one();
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.queue().is_idle()
+    }
+
+    pub(crate) fn wait_idle(&self) {
+        let queue = self.queue();
+        drop(self.idle.wait_while(queue, |queue| !queue.is_idle()));
+    }
+
+    /// The thread ends once everything in the queue is done.
+    pub(crate) fn end(&self) {
+        self.queue().ended = true;
+        self.filled.notify_one();
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(&self, process: &Weak<Process>) {
+        while let Some(work) = self.next() {
+            // After a sticky error nothing is done any more, and no word says that it was.
+            if let Some(process) = process.upgrade()
+                && process.sticky().is_ok()
+                && let Err(error) = perform(&process, work)
+            {
+                process.fault(error);
+            }
+            let mut queue = self.queue();
+            queue.busy = false;
+            if queue.is_idle() {
+                self.idle.notify_all();
+            }
+        }
+    }
+
+    /// Waits for the next thing; `None` at the end.
+    fn next(&self) -> Option<Work> {
+        let queue = self.queue();
+        let nothing = |queue: &mut Queue| queue.work.is_empty() && !queue.ended;
+        let waited = self.filled.wait_while(queue, nothing);
+        let mut queue = waited.unwrap_or_else(PoisonError::into_inner);
+        let work = queue.work.pop_front();
+        queue.busy = work.is_some();
+        work
+    }
+}
+
+impl Queue {
+    fn is_idle(&self) -> bool {
+        self.work.is_empty() && !self.busy
+    }
+}
+
+/// Does one thing; an error is the device's, for good.
+fn perform(process: &Arc<Process>, work: Work) -> Answer {
+    match work {
+        Work::Kernel(launch) => kernels::run(process, &launch),
+        Work::Write { at, value } => {
+            let memory = process.memory();
+            word(at, memory.allows(at, 8, true))?.store(value, Ordering::SeqCst);
+            Ok(())
+        }
+        Work::Wait { at, value, flags } => loop {
+            let memory = process.memory();
+            let now = word(at, memory.allows(at, 8, false))?.load(Ordering::SeqCst);
+            drop(memory);
+            if is_as_wanted(now, value, flags) {
+                return Ok(());
+            }
+            process.sticky()?;
+            thread::sleep(STEP);
+        },
+        Work::Free(at) => process.free_now(at),
+    }
+}
+
+/// The word at an address that the device may touch.
+fn word<'a>(at: Address, allowed: bool) -> Answer<&'a AtomicU64> {
+    if !allowed {
+        return Err(CUresult::ILLEGAL_ADDRESS);
+    }
+    if !at.is_multiple_of(8) {
+        return Err(CUresult::MISALIGNED_ADDRESS);
+    }
+    // SAFETY: the address is aligned and mapped, and stays so while the caller holds the map; words are touched by atomic
+    // operations only.
+    Ok(unsafe { AtomicU64::from_ptr(mapping::pointer(at)) })
+}
+
+/// `CU_STREAM_WAIT_VALUE_*`.
+fn is_as_wanted(now: u64, value: u64, flags: u32) -> bool {
+    match flags & !flag::WAIT_FLUSH {
+        flag::WAIT_GEQ => now.wrapping_sub(value).cast_signed() >= 0,
+        flag::WAIT_EQ => now == value,
+        flag::WAIT_AND => now & value != 0,
+        // CU_STREAM_WAIT_VALUE_NOR
+        _ => !(now | value) != 0,
+    }
+}
+
+impl Process {
+    /// A stream by its handle; 0, 1 and 2 are the default stream of the current context.
+    pub(crate) fn stream(self: &Arc<Self>, handle: Opaque) -> Answer<Arc<Stream>> {
+        let device = self.context()?;
+        if handle <= 2 {
+            let key = u64::from(device.cast_unsigned()) | 1 << 63;
+            let mut objects = self.objects();
+            if let Some(stream) = objects.streams.get(&key) {
+                return Ok(Arc::clone(stream));
+            }
+            let stream = Stream::start(self, device, false, true)?;
+            objects.streams.insert(key, Arc::clone(&stream));
+            return Ok(stream);
+        }
+        let found = self.objects().streams.get(&handle).cloned();
+        let stream = found.ok_or(CUresult::INVALID_HANDLE)?;
+        if stream.device() == device { Ok(stream) } else { Err(CUresult::INVALID_HANDLE) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_waits_are_those_of_the_header() {
+        assert!(is_as_wanted(5, 5, flag::WAIT_GEQ) && is_as_wanted(6, 5, flag::WAIT_GEQ));
+        assert!(!is_as_wanted(4, 5, flag::WAIT_GEQ));
+        assert!(is_as_wanted(1, u64::MAX, flag::WAIT_GEQ), "the difference counts");
+        assert!(is_as_wanted(5, 5, flag::WAIT_EQ) && !is_as_wanted(6, 5, flag::WAIT_EQ));
+        assert!(is_as_wanted(6, 2, flag::WAIT_AND) && !is_as_wanted(4, 2, flag::WAIT_AND));
+        let nor = 3;
+        assert!(is_as_wanted(1, 2, nor) && !is_as_wanted(u64::MAX - 1, 1, nor));
+    }
+}

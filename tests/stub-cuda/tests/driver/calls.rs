@@ -1,0 +1,216 @@
+//! The driver as a test calls it: symbols of the opened library, with the types of `cuda.h`.
+
+use std::ffi::{CString, c_char, c_void};
+use std::ptr;
+
+use statecopy_kernels::cuda::arguments::Arguments;
+use statecopy_stub_cuda::{CUresult, Entered, Stub};
+
+/// What a call gives.
+pub(crate) type Answer<T = ()> = Result<T, CUresult>;
+
+/// A handle of 64 bytes, passed by value.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Handle(pub(crate) [u8; 64]);
+
+/// `CUmemAllocationProp` with what tests set of it.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Properties {
+    pub(crate) kind: u32,
+    pub(crate) handle_types: u32,
+    pub(crate) location: [i32; 2],
+    pub(crate) rest: [u64; 2],
+}
+
+impl Properties {
+    /// Memory of device 0.
+    pub(crate) fn of(handle_types: u32) -> Self {
+        Self { kind: 1, handle_types, location: [1, 0], rest: [0; 2] }
+    }
+}
+
+/// `CUmemAccessDesc`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Access {
+    pub(crate) location: [i32; 2],
+    pub(crate) flags: u32,
+}
+
+/// The driver in this process.
+pub(crate) struct Driver {
+    entered: Entered,
+}
+
+macro_rules! calls {
+    ($($name:ident($($argument:ident: $type:ty),*);)*) => {
+        #[expect(non_snake_case, reason = "the names are the driver's")]
+        #[expect(clippy::too_many_arguments, reason = "as many as the driver's functions have")]
+        impl Driver {
+            $(
+                pub(crate) fn $name(&self, $($argument: $type),*) -> Answer {
+                    type Function = unsafe extern "C" fn($($type),*) -> CUresult;
+                    // SAFETY: cuda.h gives the symbol this type.
+                    let function = unsafe {
+                        self.entered.library().get::<Function>(stringify!($name).as_bytes())
+                    };
+                    let function = function.unwrap();
+                    // SAFETY: each pointer that a test gives points to what the function reads or writes.
+                    match unsafe { function($($argument),*) } {
+                        CUresult::SUCCESS => Ok(()),
+                        error => Err(error),
+                    }
+                }
+            )*
+        }
+    };
+}
+
+calls! {
+    cuInit(flags: u32);
+    cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: i32);
+    cuDeviceGetName(name: *mut c_char, room: i32, device: i32);
+    cuDeviceGetCount(count: *mut i32);
+    cuDeviceGetAttribute(value: *mut i32, attribute: u32, device: i32);
+    cuDevicePrimaryCtxRetain(context: *mut u64, device: i32);
+    cuDevicePrimaryCtxRelease_v2(device: i32);
+    cuCtxSetCurrent(context: u64);
+    cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
+    cuMemAlloc_v2(memory: *mut u64, bytes: usize);
+    cuMemAllocAsync(memory: *mut u64, bytes: usize, stream: u64);
+    cuMemFree_v2(memory: u64);
+    cuMemHostAlloc(memory: *mut u64, bytes: usize, flags: u32);
+    cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: usize);
+    cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usize);
+    cuMemsetD8_v2(memory: u64, value: u8, bytes: usize);
+    cuMemGetAddressRange_v2(base: *mut u64, bytes: *mut usize, address: u64);
+    cuPointerGetAttribute(value: *mut c_void, attribute: u32, address: u64);
+    cuIpcGetMemHandle(handle: *mut Handle, memory: u64);
+    cuMemAddressReserve(at: *mut u64, bytes: usize, alignment: usize, hint: u64, flags: u64);
+    cuMemAddressFree(at: u64, bytes: usize);
+    cuMemCreate(handle: *mut u64, bytes: usize, properties: *const Properties, flags: u64);
+    cuMemRelease(handle: u64);
+    cuMemMap(at: u64, bytes: usize, offset: usize, handle: u64, flags: u64);
+    cuMemUnmap(at: u64, bytes: usize);
+    cuMemSetAccess(at: u64, bytes: usize, access: *const Access, count: usize);
+    cuMemExportToShareableHandle(to: *mut c_void, handle: u64, kind: u32, flags: u64);
+    cuMemImportFromShareableHandle(handle: *mut u64, from: *mut c_void, kind: u32);
+    cuMemRetainAllocationHandle(handle: *mut u64, at: u64);
+    cuStreamCreateWithPriority(stream: *mut u64, flags: u32, priority: i32);
+    cuStreamDestroy_v2(stream: u64);
+    cuStreamQuery(stream: u64);
+    cuStreamSynchronize(stream: u64);
+    cuStreamWriteValue64_v2(stream: u64, at: u64, value: u64, flags: u32);
+    cuStreamWaitValue64_v2(stream: u64, at: u64, value: u64, flags: u32);
+    cuModuleLoadData(module: *mut u64, image: *const c_void);
+    cuModuleUnload(module: u64);
+    cuModuleGetFunction(function: *mut u64, module: u64, name: *const c_char);
+    cuLaunchKernel(
+        function: u64, x: u32, y: u32, z: u32, block_x: u32, block_y: u32, block_z: u32, shared: u32, stream: u64,
+        parameters: *mut *mut c_void, extra: *mut *mut c_void
+    );
+}
+
+/// What a call writes through its first pointer.
+pub(crate) fn out<T: Default>(call: impl FnOnce(*mut T) -> Answer) -> Answer<T> {
+    let mut value = T::default();
+    call(&raw mut value)?;
+    Ok(value)
+}
+
+impl Driver {
+    /// Loaded, and not yet initialised.
+    pub(crate) fn load(stub: &Stub) -> Self {
+        Self { entered: stub.enter() }
+    }
+
+    /// Initialised, with the context of device 0 current.
+    pub(crate) fn open(stub: &Stub) -> Self {
+        let driver = Self::load(stub);
+        driver.cuInit(0).unwrap();
+        let context = out(|at| driver.cuDevicePrimaryCtxRetain(at, 0)).unwrap();
+        driver.cuCtxSetCurrent(context).unwrap();
+        driver
+    }
+
+    /// Gives the context back, so that a leak check sees what else is held.
+    pub(crate) fn close(self) {
+        self.cuCtxSetCurrent(0).unwrap();
+        self.cuDevicePrimaryCtxRelease_v2(0).unwrap();
+    }
+
+    pub(crate) fn allocate(&self, bytes: usize) -> Answer<u64> {
+        out(|at| self.cuMemAlloc_v2(at, bytes))
+    }
+
+    /// Memory of the device that holds these bytes.
+    pub(crate) fn holding(&self, bytes: &[u8]) -> u64 {
+        let memory = self.allocate(bytes.len()).unwrap();
+        self.cuMemcpyHtoD_v2(memory, bytes.as_ptr().cast(), bytes.len()).unwrap();
+        memory
+    }
+
+    pub(crate) fn read(&self, from: u64, bytes: usize) -> Answer<Vec<u8>> {
+        let mut read = vec![0; bytes];
+        self.cuMemcpyDtoH_v2(read.as_mut_ptr().cast(), from, bytes)?;
+        Ok(read)
+    }
+
+    pub(crate) fn attribute<T: Default>(&self, attribute: u32, address: u64) -> Answer<T> {
+        out(|at: *mut T| self.cuPointerGetAttribute(at.cast(), attribute, address))
+    }
+
+    pub(crate) fn create(&self, bytes: usize, handle_types: u32) -> Answer<u64> {
+        let properties = Properties::of(handle_types);
+        out(|at| self.cuMemCreate(at, bytes, &raw const properties, 0))
+    }
+
+    pub(crate) fn reserve(&self, bytes: usize) -> Answer<u64> {
+        out(|at| self.cuMemAddressReserve(at, bytes, 0, 0, 0))
+    }
+
+    /// Device 0 may do with a range what the flags say: 1 read, 3 write too.
+    pub(crate) fn allow(&self, at: u64, bytes: usize, flags: u32) -> Answer {
+        let access = Access { location: [1, 0], flags };
+        self.cuMemSetAccess(at, bytes, &raw const access, 1)
+    }
+
+    pub(crate) fn export_descriptor(&self, handle: u64) -> Answer<i32> {
+        out(|at: *mut i32| self.cuMemExportToShareableHandle(at.cast(), handle, 1, 0))
+    }
+
+    pub(crate) fn import_descriptor(&self, descriptor: i32) -> Answer<u64> {
+        let value = ptr::without_provenance_mut(descriptor.cast_unsigned() as usize);
+        out(|at| self.cuMemImportFromShareableHandle(at, value, 1))
+    }
+
+    pub(crate) fn stream(&self) -> Answer<u64> {
+        out(|at| self.cuStreamCreateWithPriority(at, 1, 0))
+    }
+
+    pub(crate) fn load_module(&self) -> Answer<u64> {
+        let image = *b"\x7fELF";
+        out(|at| self.cuModuleLoadData(at, image.as_ptr().cast()))
+    }
+
+    pub(crate) fn function(&self, module: u64, name: &str) -> Answer<u64> {
+        let name = CString::new(name).unwrap();
+        out(|at| self.cuModuleGetFunction(at, module, name.as_ptr()))
+    }
+
+    /// Launches over so many rows.
+    pub(crate) fn launch(
+        &self,
+        function: u64,
+        stream: u64,
+        arguments: &Arguments,
+        rows: u32,
+    ) -> Answer {
+        let mut arguments = arguments.clone();
+        let mut parameters = [(&raw mut arguments).cast::<c_void>()];
+        let (pointers, none) = (parameters.as_mut_ptr(), ptr::null_mut());
+        self.cuLaunchKernel(function, 1, rows, 1, 256, 1, 1, 0, stream, pointers, none)
+    }
+}
