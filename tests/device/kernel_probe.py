@@ -99,7 +99,7 @@ def build(work):
     program = work / "kernel_probe"
     libraries = pathlib.Path(nvrtc).parent
     subprocess.run(
-        [nvcc, "-O2", "-std=c++17", "-o", program, HERE / "kernel_probe.cpp", driver, nvrtc,
+        [nvcc, "-O2", "-std=c++17", "-o", program, HERE / "kernel_probe.cpp", "-Xlinker", driver, "-Xlinker", nvrtc,
          "-Xlinker", "-rpath", "-Xlinker", libraries, "-Xlinker", "--allow-shlib-undefined"],
         check=True,
     )
