@@ -146,7 +146,8 @@ pub fn grid(payload: u64, row_count: u64) -> Option<[u32; 2]> {
     fits.then_some([chunks, rows])
 }
 
-/// C++ that does not compile unless its `Arguments` has this layout.
+/// C++ that does not compile unless its `Arguments` has this layout. `__INTADDR__` is the compiler's own word behind
+/// `offsetof`: NVRTC has no header that would define that.
 #[must_use]
 pub fn layout_assertions() -> String {
     let mut text = format!(
@@ -155,7 +156,7 @@ pub fn layout_assertions() -> String {
     );
     for (name, offset, size) in FIELDS {
         text.push_str(&format!(
-            "static_assert(__builtin_offsetof(Arguments, {name}) == {offset} && \
+            "static_assert(__INTADDR__(&((Arguments*)0)->{name}) == {offset} && \
              sizeof(Arguments::{name}) == {size}, \"{name}\");\n"
         ));
     }
