@@ -153,8 +153,18 @@ impl Failure {
 
 impl Call {
     pub(crate) fn new(name: &'static str, timeout: Duration) -> Self {
-        let started = Instant::now();
+        Self::since(name, Instant::now(), timeout)
+    }
+
+    /// A call that began before.
+    pub(crate) fn since(name: &'static str, started: Instant, timeout: Duration) -> Self {
         Self { name, started, deadline: started + timeout.min(FOREVER) }
+    }
+
+    /// The same call, with an earlier deadline, counted from its start, for a part of it.
+    pub(crate) fn part(self, timeout: Duration) -> Self {
+        let deadline = self.deadline.min(self.started + timeout.min(FOREVER));
+        Self { deadline, ..self }
     }
 
     /// The same call, with an earlier deadline for a part of it.

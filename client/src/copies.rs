@@ -1,11 +1,12 @@
 //! Copies: from a plan and a request to the words of one session, and what follows a failure.
 
-use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
 use statecopy_kernels::device::Moved;
 use statecopy_proto::Direction;
+use tokio::time::Instant;
+use zerocopy::IntoBytes;
 
 use crate::attempt::{Attempts, Effect};
 use crate::call::{Call, Failure};
@@ -37,7 +38,7 @@ impl Client {
                 for copy in copies {
                     let call = start.within(self.copy_deadline(&copy.request));
                     let plan = &copy.plan.record;
-                    match resolve(&link, plan, copy.direction, &copy.request, &call) {
+                    match resolve(&link, plan, copy.direction, &copy.request, call.left()) {
                         Ok(resolved) => {
                             sent.push(resolved);
                             answers.push(None);
@@ -83,7 +84,7 @@ impl Client {
         loop {
             let link = attempts.link().await?;
             let done = async {
-                let resolved = resolve(&link, plan, direction, &request, &start)?;
+                let resolved = resolve(&link, plan, direction, &request, start.left())?;
                 link.carrier.copy(&start, &attempts.call, resolved).await
             };
             match done.await {
@@ -106,7 +107,7 @@ impl Client {
         loop {
             let link = attempts.link().await?;
             let submitted = async {
-                let resolved = resolve(&link, plan, direction, &request, &start)?;
+                let resolved = resolve(&link, plan, direction, &request, start.left())?;
                 Ok(match &link.carrier {
                     Carrier::Ring(ring) => Flying::Ring(ring.submit_task(resolved, &start).await?),
                     Carrier::Grpc(grpc) => Flying::Grpc(tokio::spawn(grpc.copy(whole, resolved))),
@@ -125,18 +126,29 @@ impl Client {
 
     /// The call whose deadline is the copy's start, and the one whose deadline is its answer.
     pub(crate) fn copy_calls(&self, name: &'static str, wait: Duration) -> (Call, Call) {
-        let whole = Call::new(name, wait.saturating_add(self.shared.options.copy_slack));
-        (whole.within(wait), whole)
+        self.copy_calls_since(Instant::now(), name, wait)
+    }
+
+    /// The same for a copy that began before.
+    pub(crate) fn copy_calls_since(
+        &self,
+        started: Instant,
+        name: &'static str,
+        wait: Duration,
+    ) -> (Call, Call) {
+        let slack = self.shared.options.copy_slack;
+        let whole = Call::since(name, started, wait.saturating_add(slack));
+        (whole.part(wait), whole)
     }
 }
 
-/// A copy in the words of one session.
+/// A copy in the words of one session. `left` is what is left until it must have started.
 pub(crate) fn resolve<'a>(
     link: &Link,
     plan: &PlanRecord,
     direction: Direction,
     request: &Request<'a>,
-    start: &Call,
+    left: Option<Duration>,
 ) -> Result<ResolvedCopy<'a>, Failure> {
     let binding = plan.binding(link)?;
     let selected = request.indices.selected();
@@ -147,10 +159,8 @@ pub(crate) fn resolve<'a>(
     };
     let flags = match &request.flags {
         None => ResolvedFlags::None,
-        Some(Flags::Bytes(flags)) => ResolvedFlags::Inline(Cow::Borrowed(flags)),
-        Some(Flags::Bools(flags)) => {
-            ResolvedFlags::Inline(Cow::Owned(flags.iter().copied().map(u8::from).collect()))
-        }
+        Some(Flags::Bytes(flags)) => ResolvedFlags::Inline(flags),
+        Some(Flags::Bools(flags)) => ResolvedFlags::Inline(flags.as_bytes()),
         Some(Flags::Shared(at)) => ResolvedFlags::Shared(link.slice(at)?),
     };
     Ok(ResolvedCopy {
@@ -163,7 +173,7 @@ pub(crate) fn resolve<'a>(
         packed: link.slice(&request.packed)?,
         packed_dtype: plan.dtype,
         packed_bytes: plan.packed_bytes(selected),
-        deadline: start.left().ok_or(Failure::Late)?,
+        deadline: left.ok_or(Failure::Late)?,
         lane: request.lane,
         max_selected: plan.max_selected,
         held: [

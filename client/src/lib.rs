@@ -63,6 +63,7 @@ mod registration;
 mod request;
 mod ring;
 mod socket;
+mod sync;
 mod transport;
 
 pub use address::{ADDRESS_VARIABLE, Address, AddressError, SOCKET_NAME};

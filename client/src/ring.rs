@@ -15,15 +15,16 @@
 mod complete;
 mod state;
 
+use std::mem;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use statecopy_descriptors::Doorbell;
 use statecopy_kernels::device::Moved;
 use statecopy_kernels::host::cpus_allowed;
 use statecopy_proto::{Refusal, RefusalCode};
-use statecopy_session::{Identity, Sequence, SessionMemory, Spin, Watch};
+use statecopy_session::{Identity, Looked, Sequence, SessionMemory, Spin, Watch};
 use tokio::sync::{Notify, oneshot};
 use tokio::time::timeout;
 
@@ -69,6 +70,10 @@ struct Ring {
 pub(crate) struct Flight {
     ring: Arc<Ring>,
     sequence: Sequence,
+    /// How many bytes it moves.
+    bytes: u64,
+    /// Its answer was read: there is nothing to give up.
+    landed: bool,
 }
 
 /// One copy in flight for a task.
@@ -114,13 +119,28 @@ impl RingCopies {
         lock(&self.ring.state).slots()
     }
 
+    /// Submits a copy for this thread, if there is a place.
+    pub(crate) fn try_submit(
+        &self,
+        copy: &mut ResolvedCopy<'_>,
+    ) -> Result<Option<Flight>, Failure> {
+        let submitted = lock(&self.ring.state).submit(copy, Owner::Thread)?;
+        Ok(self.flight(submitted, copy.packed_bytes))
+    }
+
+    fn flight(&self, submitted: Submitted, bytes: u64) -> Option<Flight> {
+        let Submitted::Taken(sequence) = submitted else { return None };
+        Some(Flight { ring: Arc::clone(&self.ring), sequence, bytes, landed: false })
+    }
+
     /// Submits a copy for this thread. A full ring is waited for until the copy's start is due.
     pub(crate) fn submit(&self, copy: ResolvedCopy<'_>, start: &Call) -> Result<Flight, Failure> {
         let mut copy = copy;
         let mut state = lock(&self.ring.state);
         loop {
-            if let Submitted::Taken(sequence) = state.submit(&copy, Owner::Thread)? {
-                return Ok(Flight { ring: Arc::clone(&self.ring), sequence });
+            let submitted = state.submit(&mut copy, Owner::Thread)?;
+            if let Some(flight) = self.flight(submitted, copy.packed_bytes) {
+                return Ok(flight);
             }
             copy.deadline = start.left().ok_or_else(|| full(&state))?;
             state.waiting_for_place += 1;
@@ -146,10 +166,9 @@ impl RingCopies {
             // Before the look, so that no slot becomes free unheard.
             let freed = self.ring.freed_tasks.notified();
             let (sender, outcome) = oneshot::channel();
-            let submitted = lock(&self.ring.state).submit(&copy, Owner::Task(sender))?;
-            if let Submitted::Taken(sequence) = submitted {
+            let submitted = lock(&self.ring.state).submit(&mut copy, Owner::Task(sender))?;
+            if let Some(flight) = self.flight(submitted, copy.packed_bytes) {
                 self.ring.work.notify_one();
-                let flight = Flight { ring: Arc::clone(&self.ring), sequence };
                 return Ok(TaskFlight { flight, outcome });
             }
             copy.deadline = start.left().ok_or_else(|| full(&lock(&self.ring.state)))?;
@@ -195,11 +214,13 @@ impl Ring {
         Some(outcome)
     }
 
-    fn tell_freed(&self, state: &State) {
+    fn tell_freed(&self, state: &mut State) {
         if state.waiting_for_place > 0 {
             self.freed.notify_all();
         }
-        self.freed_tasks.notify_waiters();
+        if mem::take(&mut state.tasks_wait) {
+            self.freed_tasks.notify_waiters();
+        }
     }
 
     /// The outcome of a copy, if its answer will not come any more: one that is there already counts.
@@ -213,22 +234,42 @@ impl Ring {
 
 impl Flight {
     /// Waits for the answer on this thread, until the call's deadline.
-    pub(crate) fn wait(self, whole: &Call) -> Outcome {
-        let Self { ring, sequence } = &self;
-        for spin in ring.spin.slices(SLICE) {
-            if ring.watch.spin(*sequence, spin)
+    pub(crate) fn wait(mut self, whole: &Call) -> Outcome {
+        match self.look() {
+            Ok(outcome) => outcome,
+            Err(_since) => self.wait_on(whole),
+        }
+    }
+
+    /// Looks for the answer while this thread may stay awake, and nobody need be asked whether there will be one. In vain:
+    /// since when it has been looked for.
+    pub(crate) fn look(&mut self) -> Result<Outcome, Instant> {
+        let Self { ring, sequence, bytes, landed } = self;
+        match ring.watch.spin(*sequence, ring.spin.at_most(SLICE).while_copying(*bytes)) {
+            Looked::Answered => {
+                let outcome = ring.take(&mut lock(&ring.state), *sequence);
+                *landed = outcome.is_some();
+                outcome.ok_or_else(Instant::now)
+            }
+            Looked::InVain(since) => Err(since),
+        }
+    }
+
+    /// Waits for an answer that was looked for in vain, until the call's deadline.
+    pub(crate) fn wait_on(self, whole: &Call) -> Outcome {
+        let Self { ring, sequence, .. } = &self;
+        // Only who spins for very long has slices left.
+        for spin in ring.spin.slices(SLICE).skip(1) {
+            if let Some(outcome) = ring.outcome_in_silence(*sequence) {
+                return outcome;
+            }
+            if whole.left().is_none() {
+                break;
+            }
+            if ring.watch.spin(*sequence, spin) == Looked::Answered
                 && let Some(outcome) = ring.take(&mut lock(&ring.state), *sequence)
             {
                 return outcome;
-            }
-            // Only who spins for very long comes here.
-            if spin.is_at_least(SLICE) {
-                if let Some(outcome) = ring.outcome_in_silence(*sequence) {
-                    return outcome;
-                }
-                if whole.left().is_none() {
-                    break;
-                }
             }
         }
         loop {
@@ -259,7 +300,9 @@ impl Flight {
 
 impl Drop for Flight {
     fn drop(&mut self) {
-        lock(&self.ring.state).give_up(self.sequence);
+        if !self.landed {
+            lock(&self.ring.state).give_up(self.sequence);
+        }
     }
 }
 

@@ -3,7 +3,6 @@
 //! A [`Carrier`] is given copies whose ids belong to its own session, and answers each: over the session's ring, or over
 //! gRPC.
 
-use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -57,7 +56,7 @@ pub(crate) enum ResolvedIndices<'a> {
 #[derive(Debug)]
 pub(crate) enum ResolvedFlags<'a> {
     None,
-    Inline(Cow<'a, [u8]>),
+    Inline(&'a [u8]),
     Shared(ResolvedSlice),
 }
 
@@ -153,8 +152,8 @@ impl GrpcCopies {
         copy: ResolvedCopy<'_>,
     ) -> impl Future<Output = Result<Moved, Failure>> + Send + use<> {
         let direction = copy.direction;
-        let held = copy.held.clone();
-        let message = message(copy, Some(self.session.clone()));
+        let message = message(&copy, Some(self.session.clone()));
+        let held = copy.held;
         let session = self.session.clone();
         let mut stub = self.stub.clone();
         async move {
@@ -179,7 +178,7 @@ impl GrpcCopies {
             .into_iter()
             .map(|copy| v1::DirectedCopy {
                 direction: direction_message(copy.direction).into(),
-                copy: Some(message(copy, None)),
+                copy: Some(message(&copy, None)),
             })
             .collect();
         let request =
@@ -223,7 +222,7 @@ fn direction_message(direction: Direction) -> v1::Direction {
     }
 }
 
-fn message(copy: ResolvedCopy<'_>, session: Option<v1::SessionRef>) -> v1::CopyRequest {
+fn message(copy: &ResolvedCopy<'_>, session: Option<v1::SessionRef>) -> v1::CopyRequest {
     use v1::copy_request::{Flags, Indices};
 
     let indices = match copy.indices {
@@ -243,7 +242,7 @@ fn message(copy: ResolvedCopy<'_>, session: Option<v1::SessionRef>) -> v1::CopyR
     };
     let flags = match copy.flags {
         ResolvedFlags::None => None,
-        ResolvedFlags::Inline(flags) => Some(Flags::InlineFlags(flags.into_owned())),
+        ResolvedFlags::Inline(flags) => Some(Flags::InlineFlags(flags.to_vec())),
         ResolvedFlags::Shared(at) => Some(Flags::SharedFlags(slice(at))),
     };
     v1::CopyRequest {

@@ -4,9 +4,11 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use statecopy_kernels::device::Moved;
 use statecopy_proto::Direction;
+use tokio::time::Instant;
 
 use crate::attempt::{Attempts, Effect};
 use crate::call::{Call, Failure};
@@ -28,6 +30,25 @@ fn link(attempts: &Attempts<'_>, driver: &Driver) -> Result<Arc<Link>, Error> {
     }
 }
 
+/// A copy that was submitted, or why it was not, and the link of either.
+type Submitted = (Arc<Link>, Result<Flight, Failure>);
+
+/// Submits a copy without a look at the clock, where a link lives and its ring has a place: the common case, in which nothing
+/// waits for long enough that a deadline matters. `None` elsewhere; then nothing was submitted.
+fn submit_at_once(
+    plan: &Plan,
+    direction: Direction,
+    request: &Request<'_>,
+    wait: Duration,
+) -> Result<Option<Submitted>, Error> {
+    let Some(link) = plan.client().shared.live_link()? else { return Ok(None) };
+    let Carrier::Ring(ring) = &link.carrier else { return Ok(None) };
+    let left = (!wait.is_zero()).then_some(wait);
+    let submitted = resolve(&link, &plan.record, direction, request, left)
+        .and_then(|mut copy| ring.try_submit(&mut copy));
+    Ok(submitted.transpose().map(|submitted| (link, submitted)))
+}
+
 pub(super) fn copy(
     plan: &Plan,
     driver: &Driver,
@@ -35,19 +56,35 @@ pub(super) fn copy(
     request: &Request<'_>,
 ) -> Result<Moved, Error> {
     let client = plan.client();
-    let (start, whole) = client.copy_calls(direction.label(), client.copy_deadline(request));
+    let wait = client.copy_deadline(request);
+    let mut tried = submit_at_once(plan, direction, request, wait)?;
+    let mut started = None;
+    if let Some((_, Ok(flight))) = &mut tried {
+        match flight.look() {
+            Ok(Ok(moved)) => return Ok(moved),
+            Ok(Err(failure)) => tried = tried.map(|(link, _)| (link, Err(failure))),
+            Err(since) => started = Some(since.into()),
+        }
+    }
+    let started = started.unwrap_or_else(Instant::now);
+    let (start, whole) = client.copy_calls_since(started, direction.label(), wait);
     let effect = Effect::Copy { start: start.deadline, repeat_unknown: request.repeat_unknown };
     let mut attempts = Attempts::new(&client.shared, whole, effect);
     loop {
-        let link = link(&attempts, driver)?;
-        let outcome = resolve(&link, &plan.record, direction, request, &start).and_then(
-            |resolved| match &link.carrier {
-                Carrier::Ring(ring) => ring.submit(resolved, &start)?.wait(&whole),
-                Carrier::Grpc(grpc) => {
-                    driver.drive(async { Ok(grpc.copy(whole, resolved).await) })?
-                }
-            },
-        );
+        let (link, outcome) = match tried.take() {
+            Some((link, submitted)) => (link, submitted.and_then(|flight| flight.wait_on(&whole))),
+            None => {
+                let link = link(&attempts, driver)?;
+                let resolved = resolve(&link, &plan.record, direction, request, start.left());
+                let outcome = resolved.and_then(|resolved| match &link.carrier {
+                    Carrier::Ring(ring) => ring.submit(resolved, &start)?.wait(&whole),
+                    Carrier::Grpc(grpc) => {
+                        driver.drive(async { Ok(grpc.copy(whole, resolved).await) })?
+                    }
+                });
+                (link, outcome)
+            }
+        };
         match outcome {
             Ok(moved) => return Ok(moved),
             Err(failure) => attempts.failed(&link, failure)?,
@@ -92,8 +129,9 @@ fn copy_many_on(
             answers[at] = Some(each(flight.wait(whole))?.map_err(Error::Refused));
         }
         let start = start.within(client.copy_deadline(&copy.request));
-        let submitted = resolve(link, &copy.plan.record, copy.direction, &copy.request, &start)
-            .and_then(|resolved| ring.submit(resolved, &start));
+        let submitted =
+            resolve(link, &copy.plan.record, copy.direction, &copy.request, start.left())
+                .and_then(|resolved| ring.submit(resolved, &start));
         answers.push(match submitted {
             Ok(flight) => {
                 flying.push_back((at, flight));
@@ -115,17 +153,24 @@ pub(super) fn submit(
     request: &Request<'_>,
 ) -> Result<InFlight, Error> {
     let client = plan.client();
-    let (start, whole) = client.copy_calls(direction.label(), client.copy_deadline(request));
+    let wait = client.copy_deadline(request);
+    let mut tried = submit_at_once(plan, direction, request, wait)?;
+    let (start, whole) = client.copy_calls(direction.label(), wait);
     let effect = Effect::Copy { start: start.deadline, repeat_unknown: false };
     let mut attempts = Attempts::new(&client.shared, whole, effect);
     loop {
-        let link = link(&attempts, driver)?;
-        let submitted = resolve(&link, &plan.record, direction, request, &start).and_then(
-            |resolved| match &link.carrier {
-                Carrier::Ring(ring) => ring.submit(resolved, &start).map(Flying::Ring),
-                Carrier::Grpc(grpc) => Ok(Flying::Grpc(Box::pin(grpc.copy(whole, resolved)))),
-            },
-        );
+        let (link, submitted) = match tried.take() {
+            Some((link, submitted)) => (link, submitted.map(Flying::Ring)),
+            None => {
+                let link = link(&attempts, driver)?;
+                let resolved = resolve(&link, &plan.record, direction, request, start.left());
+                let submitted = resolved.and_then(|resolved| match &link.carrier {
+                    Carrier::Ring(ring) => ring.submit(resolved, &start).map(Flying::Ring),
+                    Carrier::Grpc(grpc) => Ok(Flying::Grpc(Box::pin(grpc.copy(whole, resolved)))),
+                });
+                (link, submitted)
+            }
+        };
         match submitted {
             Ok(flying) => {
                 let (client, driver) = (client.clone(), Arc::clone(driver));

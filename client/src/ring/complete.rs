@@ -25,7 +25,7 @@ pub(super) fn run(ring: &Ring) {
         let seen = state.submitter.prepare_sleep();
         let freed = state.complete_tasks();
         if freed {
-            ring.tell_freed(&state);
+            ring.tell_freed(&mut state);
         }
         if freed || !state.has_tasks() {
             state.submitter.cancel_sleep();

@@ -1,5 +1,6 @@
 //! The submitter's end of the ring, and whose each slot is. Short critical sections, no waiting.
 
+use std::mem;
 use std::sync::Arc;
 
 use statecopy_kernels::device::Moved;
@@ -53,6 +54,8 @@ pub(super) struct State {
     pub(super) submitter: Submitter,
     /// Threads that wait for a slot to become free.
     pub(super) waiting_for_place: usize,
+    /// A task found no place since tasks were last told of one.
+    pub(super) tasks_wait: bool,
     /// The completing thread is to end.
     pub(super) ending: bool,
     entries: Box<[Option<Entry>]>,
@@ -69,6 +72,7 @@ impl State {
         Self {
             submitter,
             waiting_for_place: 0,
+            tasks_wait: false,
             ending: false,
             entries,
             tasks: 0,
@@ -86,10 +90,10 @@ impl State {
         self.tasks > 0
     }
 
-    /// Submits a copy, if there is a place. A copy that the ring cannot carry is refused here.
+    /// Submits a copy, if there is a place; then what it holds is held here. A copy that the ring cannot carry is refused.
     pub(super) fn submit(
         &mut self,
-        copy: &ResolvedCopy<'_>,
+        copy: &mut ResolvedCopy<'_>,
         owner: Owner,
     ) -> Result<Submitted, Failure> {
         self.read_for_nobody();
@@ -105,14 +109,17 @@ impl State {
         };
         let sequence = match self.submitter.try_submit(&request, indices, flags) {
             Ok(sequence) => sequence,
-            Err(SubmitError::Full(_)) => return Ok(Submitted::Full),
+            Err(SubmitError::Full(_)) => {
+                self.tasks_wait |= matches!(owner, Owner::Task(_));
+                return Ok(Submitted::Full);
+            }
             Err(refused) => return Err(refusal(&refused, copy).into()),
         };
         if matches!(owner, Owner::Task(_)) {
             self.tasks += 1;
         }
         let at = self.index(sequence);
-        self.entries[at] = Some(Entry { sequence, owner, _held: copy.held.clone() });
+        self.entries[at] = Some(Entry { sequence, owner, _held: mem::take(&mut copy.held) });
         Ok(Submitted::Taken(sequence))
     }
 
@@ -187,7 +194,7 @@ impl State {
         else {
             return;
         };
-        match std::mem::replace(&mut entry.owner, Owner::Nobody) {
+        match mem::replace(&mut entry.owner, Owner::Nobody) {
             Owner::Thread => self.given_up += 1,
             Owner::Task(_) => {
                 self.tasks -= 1;

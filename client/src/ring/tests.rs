@@ -309,7 +309,7 @@ fn what_the_ring_cannot_carry_is_refused_with_the_daemons_codes() {
     let Err(Failure::Refused(refusal)) = submit(large) else { panic!("it does not fit") };
     assert_eq!(refusal.code(), RefusalCode::OutOfRegion);
     assert!(refusal.sentence().contains("4096"), "{refusal}");
-    let flags = ResolvedFlags::Inline((&[1_u8, 1, 1][..]).into());
+    let flags = ResolvedFlags::Inline(&[1, 1, 1]);
     let unequal = ResolvedCopy { flags, ..rig.copy(&[1, 2]) };
     assert_eq!(code(submit(unequal)), RefusalCode::FlagsMismatch);
 }

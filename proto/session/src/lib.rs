@@ -54,5 +54,5 @@ pub use self::{
     layout::{Identity, LayoutError, Parameters},
     memory::{SessionMemory, SessionMemoryError},
     submitter::{PollError, Progress, SubmitError, Submitter, WaitError},
-    watch::{Spin, Watch},
+    watch::{Looked, Spin, Watch},
 };

@@ -10,7 +10,7 @@ use crate::fault::Fault;
 use crate::layout::ANSWER_WORDS;
 use crate::memory::MappedWords;
 use crate::ring::{Phase, RingFull, Sequence, StateBroken, SubmitterRing, WakeCount};
-use crate::watch::{Spin, Watch};
+use crate::watch::{Looked, Spin, Watch};
 
 /// Why a request was not submitted. Nothing was published.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -149,7 +149,7 @@ impl Submitter {
         timeout: Duration,
     ) -> Result<Option<Answer>, WaitError> {
         let watch = self.watch();
-        if watch.spin(sequence, spin)
+        if watch.spin(sequence, spin) == Looked::Answered
             && let Progress::Answered(answer) = self.poll(sequence)?
         {
             return Ok(Some(answer));

@@ -16,7 +16,7 @@ use crate::fault::Subject;
 use crate::layout::{COMPLETIONS, INLINE_BYTES_MAX, SLOTS_MAX, TIMELINE};
 use crate::ring::{RingBroken, RingFull, StateBroken};
 use crate::submitter::{PollError, Progress, SubmitError, WaitError};
-use crate::watch::Spin;
+use crate::watch::{Looked, Spin};
 use crate::{AnswerError, Sequence};
 
 /// How long a test waits for what must come.
@@ -375,14 +375,35 @@ fn whoever_waits_may_not_spin_where_one_cpu_is_all_there_is() {
     let mut ends = ends(parameters(4, 0));
     let sequence = ends.submit();
     let watch = ends.submitter.watch();
-    assert!(!watch.spin(sequence, Spin::NONE));
+    assert_ne!(watch.spin(sequence, Spin::NONE), Looked::Answered);
     ends.take();
     ends.executor.answer(sequence, &moved(1));
-    assert!(watch.spin(sequence, Spin::NONE));
+    assert_eq!(watch.spin(sequence, Spin::NONE), Looked::Answered);
     let waited = ends.submitter.wait(sequence, Spin::new(PATIENCE, one), Duration::ZERO);
     assert_eq!(waited.unwrap(), Some(moved(1)));
     let again = ends.submitter.wait(sequence, Spin::NONE, Duration::ZERO);
     assert!(matches!(again, Err(WaitError::Poll(PollError::NotOutstanding(1)))));
+}
+
+#[test]
+fn a_waiter_stays_awake_for_as_long_as_its_copy_may_take_and_no_longer() {
+    let mut ends = ends(parameters(4, 0));
+    let sequence = ends.submit();
+    let watch = ends.submitter.watch();
+    let spin = Spin::new(Duration::from_micros(1), NonZeroUsize::MAX);
+    let looked = |bytes| {
+        let began = Instant::now();
+        let Looked::InVain(since) = watch.spin(sequence, spin.while_copying(bytes)) else {
+            panic!("nobody answered");
+        };
+        assert!(since >= began && since <= Instant::now());
+        began.elapsed()
+    };
+    assert!(looked(1 << 20) >= Duration::from_micros(131), "a MiB, 8 bytes a nanosecond");
+    assert!(looked(u64::MAX) >= Duration::from_millis(1));
+    // Of however many bytes: ten times the bound, because others use this machine.
+    assert!(looked(u64::MAX) < Duration::from_millis(10));
+    assert_eq!(Spin::NONE.while_copying(u64::MAX), Spin::NONE);
 }
 
 /// Requests and answers of two threads that sleep whenever they can, round and round the ring.
