@@ -36,6 +36,7 @@ mod executor;
 mod guard_export;
 #[cfg(any(test, feature = "hostile"))]
 pub mod hostile;
+mod ids;
 mod news;
 mod plans;
 mod preparer;

@@ -10,10 +10,10 @@ pub(super) struct RingCounts {
 }
 
 impl RingCounts {
-    /// Counts an answer.
+    /// Counts an answer. Only the executor's thread does: nobody comes between load and store.
     pub(super) fn count(&self, done: bool) {
         let counter = if done { &self.copies } else { &self.refusals };
-        counter.fetch_add(1, Ordering::Relaxed);
+        counter.store(counter.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
     }
 
     /// Requests completed, and requests refused.

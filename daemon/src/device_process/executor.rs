@@ -55,7 +55,8 @@ impl Waiting {
     }
 }
 
-/// Looks between two questions of what time it is: a clock costs as much as several looks, and a request waits meanwhile.
+/// Looks between two questions of what time it is, and of commands: each costs as much as several looks, and a request waits
+/// meanwhile.
 const LOOKS: u32 = 32;
 
 /// For how long there has been nothing to do.
@@ -68,16 +69,17 @@ struct Idling {
 impl Idling {
     /// Counts a look that found nothing; whether to look again before sleeping.
     fn may_spin(&mut self, waiting: Waiting) -> bool {
+        self.looks = (self.looks + 1) % LOOKS;
         let spin = match waiting {
             Waiting::BusyPoll => return true,
-            Waiting::SpinThenSleep(spin) if spin.is_zero() => return false,
             Waiting::SpinThenSleep(spin) => spin,
         };
-        self.looks += 1;
-        if self.looks < LOOKS {
+        if spin.is_zero() {
+            return false;
+        }
+        if self.looks > 0 {
             return true;
         }
-        self.looks = 0;
         let now = Instant::now();
         now.duration_since(*self.since.get_or_insert(now)) < spin
     }
@@ -254,7 +256,8 @@ impl<D: Device> Executor<D> {
     fn run(mut self) {
         let mut idle = Idling::default();
         loop {
-            let moved_on = self.heed();
+            // Commands are rare: not at every look, but at once after work and before sleep.
+            let moved_on = (idle.looks == 0 || self.deferred.is_some()) && self.heed();
             match self.round() {
                 Turn::Progressed => idle = Idling::default(),
                 Turn::Waiting => std::hint::spin_loop(),

@@ -13,6 +13,7 @@
 //! Each step consumes the one before, so nothing unsealed can reach the executor.
 
 use std::collections::HashMap;
+use std::hash::BuildHasherDefault;
 use std::sync::Arc;
 
 use statecopy_kernels::device::{Configuration, Device};
@@ -142,7 +143,10 @@ pub(super) fn bind_all<D: Device>(
     sets: &[SetRecord],
     terms: Terms,
 ) -> Result<Targets<D>, Refusal> {
-    let mut targets = Targets::<D>::with_capacity(layers.len() + sets.len());
+    let mut targets = Targets::<D>::with_capacity_and_hasher(
+        layers.len() + sets.len(),
+        BuildHasherDefault::default(),
+    );
     for layer in layers {
         let target = Target::bind(device, regions, &[layer], terms)
             .map_err(|refusal| name_layer(&refusal, &layer.0.name))?;

@@ -39,7 +39,7 @@ struct Session<D: Device> {
 impl<D: Device> Default for Session<D> {
     fn default() -> Self {
         Self {
-            regions: HashMap::new(),
+            regions: Regions::<D>::default(),
             layers: Vec::new(),
             sets: Vec::new(),
             targets: None,

@@ -1,6 +1,6 @@
 //! The executor's view of the sessions: their tables, and the hooks that were seen.
 
-use std::collections::HashMap;
+use std::hash::BuildHasherDefault;
 use std::sync::Arc;
 
 use statecopy_kernels::device::{Device, Launcher};
@@ -8,6 +8,7 @@ use statecopy_proto::SessionId;
 
 use crate::sync::{AtomicU64, Ordering};
 
+use super::ids::ById;
 use super::table::SessionTable;
 
 /// Sessions that the map has room for before it grows.
@@ -16,13 +17,14 @@ const SESSIONS_ROOM: usize = 1024;
 /// The tables by session. Changed only by the preparing thread's commands.
 #[derive(Debug)]
 pub(super) struct Sessions<D: Device> {
-    tables: HashMap<SessionId, Arc<SessionTable<D>>>,
+    tables: ById<SessionId, Arc<SessionTable<D>>>,
     hook_epoch: Arc<AtomicU64>,
 }
 
 impl<D: Device> Sessions<D> {
     pub(super) fn new(hook_epoch: Arc<AtomicU64>) -> Self {
-        Self { tables: HashMap::with_capacity(SESSIONS_ROOM), hook_epoch }
+        let tables = ById::with_capacity_and_hasher(SESSIONS_ROOM, BuildHasherDefault::default());
+        Self { tables, hook_epoch }
     }
 
     pub(super) fn table(&self, session: SessionId) -> Option<&Arc<SessionTable<D>>> {

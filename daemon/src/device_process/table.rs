@@ -1,6 +1,5 @@
 //! What the executor looks requests up in: immutable tables that the preparing thread makes and takes back.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use statecopy_kernels::device::{AllocationId, Device, Region};
@@ -10,9 +9,10 @@ use statecopy_proto::{BindingId, Refusal, RefusalCode, RegionId};
 use crate::record::LayerRecord;
 
 use super::compiled::CompiledTable;
+use super::ids::ById;
 
 /// Regions of one session.
-pub(super) type Regions<D> = HashMap<RegionId, Arc<<D as Device>::Region>>;
+pub(super) type Regions<D> = ById<RegionId, Arc<<D as Device>::Region>>;
 
 /// One layer, or the layers of one set, bound to memory under a sealed table.
 #[derive(Debug)]
@@ -58,7 +58,7 @@ impl<D: Device> Clone for Bound<D> {
 }
 
 /// The bindings of one session, by id.
-pub(super) type Targets<D> = HashMap<BindingId, Bound<D>>;
+pub(super) type Targets<D> = ById<BindingId, Bound<D>>;
 
 /// What the executor knows of one session.
 #[derive(Debug)]

@@ -101,6 +101,9 @@ impl Words for Arc<Modelled> {
         read(&self.slots[index(slot)].descriptor, words);
     }
 
+    /// Moves lines and no values, of which a model has none.
+    fn touch_descriptor(&self, _slot: u64) {}
+
     fn write_answer(&self, slot: u64, words: &[u64]) {
         write(&self.slots[index(slot)].answer, words);
     }
