@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::thread;
 
 use statecopy_kernels::cuda::arguments::{
-    Arguments, DIRECTION_GATHER, FLAGS_ADDRESS, FLAGS_INLINE,
+    Arguments, CHUNK_BYTES, DIRECTION_GATHER, FLAGS_ADDRESS, FLAGS_INLINE,
 };
 
 use crate::abi::CUresult;
@@ -54,6 +54,8 @@ impl Kernel {
 pub(crate) struct Launch {
     pub(crate) kernel: Kernel,
     pub(crate) arguments: Arguments,
+    /// Chunks of a row that the grid has.
+    pub(crate) chunks: u64,
     /// Rows of the grid.
     pub(crate) rows: u64,
 }
@@ -78,20 +80,25 @@ fn move_row(memory: &Memory, launch: &Launch, row: u64) -> Answer {
     let arguments = &launch.arguments;
     let (gathers, width) = launch.kernel.facts(arguments);
     let number = arguments.first_row + row;
-    let layer = number.checked_div(arguments.selected).ok_or(CUresult::LAUNCH_FAILED)?;
-    let place = number % arguments.selected;
+    let (layer, place) = match (arguments.bases, arguments.selected) {
+        (0, _) => (0, number),
+        (_, 0) => return Err(CUresult::LAUNCH_FAILED),
+        (_, selected) => (number / selected, number % selected),
+    };
     let index = index(memory, arguments, place, width)?;
     let wanted = !gathers || flag(memory, arguments, place)?;
     let packed = arguments.packed + number * arguments.payload;
+    // A grid that is too narrow leaves the rest of each row alone.
+    let bytes = arguments.payload.min(launch.chunks * CHUNK_BYTES);
     let page = u64::try_from(index).ok().filter(|index| *index < arguments.rows && wanted);
     match page {
         Some(page) => {
             let base = base(memory, arguments, layer)?;
             let state = base + page * arguments.page_stride;
             let (from, to) = if gathers { (state, packed) } else { (packed, state) };
-            copy(memory, from, to, arguments.payload)?;
+            copy(memory, from, to, bytes)?;
         }
-        None if gathers => clear(memory, packed, arguments.payload)?,
+        None if gathers => clear(memory, packed, bytes)?,
         None => {}
     }
     if arguments.row_states != 0 {

@@ -163,7 +163,8 @@ impl Stub {
         self.processes().ok()?.into_iter().rev().find(|report| report.pid == pid)
     }
 
-    /// Bytes of a device that anyone uses: who maps them or holds a descriptor.
+    /// Bytes of a device that anyone uses: who maps them or holds a descriptor. A process that is being started has the
+    /// descriptors of its parent until it runs its program: poll.
     ///
     /// # Errors
     /// When the folder cannot be read.

@@ -144,7 +144,8 @@ impl Trace {
         fs::create_dir_all(&folder)?;
         let path = folder.join(format!("{number:08}-{}", process::id()));
         let file = OpenOptions::new().read(true).write(true).create_new(true).open(path)?;
-        flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+        // Somebody may be looking whether it is locked.
+        flock(&file, FlockOperation::LockExclusive)?;
         let words = Words::map(&file, WORDS)?;
         words.store(MPS_FAULTS_SEEN, mps_faults);
         words.store(PID, u64::from(process::id()));

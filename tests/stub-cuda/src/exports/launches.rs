@@ -92,7 +92,7 @@ exported! {
             return Err(CUresult::INVALID_VALUE);
         }
         let arguments = parameters.get()?.get()?;
-        let launch = Launch { kernel, arguments, rows: grid_y.into() };
+        let launch = Launch { kernel, arguments, chunks: grid_x.into(), rows: grid_y.into() };
         process.stream(stream)?.push(Work::Kernel(Box::new(launch)));
         Ok(())
     };

@@ -1,8 +1,10 @@
 //! The driver as a test calls it: symbols of the opened library, with the types of `cuda.h`.
 
 use std::ffi::{CString, c_char, c_void};
+use std::path::Path;
 use std::ptr;
 
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use statecopy_kernels::cuda::arguments::Arguments;
 use statecopy_stub_cuda::{CUresult, Entered, Stub};
 
@@ -41,7 +43,9 @@ pub(crate) struct Access {
 
 /// The driver in this process.
 pub(crate) struct Driver {
-    entered: Entered,
+    library: Library,
+    /// What makes the driver use the test's folder; nothing where the environment does.
+    _entered: Option<Entered>,
 }
 
 macro_rules! calls {
@@ -54,7 +58,7 @@ macro_rules! calls {
                     type Function = unsafe extern "C" fn($($type),*) -> CUresult;
                     // SAFETY: cuda.h gives the symbol this type.
                     let function = unsafe {
-                        self.entered.library().get::<Function>(stringify!($name).as_bytes())
+                        self.library.get::<Function>(stringify!($name).as_bytes())
                     };
                     let function = function.unwrap();
                     // SAFETY: each pointer that a test gives points to what the function reads or writes.
@@ -82,12 +86,15 @@ calls! {
     cuMemAllocAsync(memory: *mut u64, bytes: usize, stream: u64);
     cuMemFree_v2(memory: u64);
     cuMemHostAlloc(memory: *mut u64, bytes: usize, flags: u32);
+    cuMemFreeHost(memory: u64);
     cuMemcpyHtoD_v2(to: u64, from: *const c_void, bytes: usize);
     cuMemcpyDtoH_v2(to: *mut c_void, from: u64, bytes: usize);
     cuMemsetD8_v2(memory: u64, value: u8, bytes: usize);
     cuMemGetAddressRange_v2(base: *mut u64, bytes: *mut usize, address: u64);
     cuPointerGetAttribute(value: *mut c_void, attribute: u32, address: u64);
     cuIpcGetMemHandle(handle: *mut Handle, memory: u64);
+    cuIpcOpenMemHandle_v2(memory: *mut u64, handle: Handle, flags: u32);
+    cuIpcCloseMemHandle(memory: u64);
     cuMemAddressReserve(at: *mut u64, bytes: usize, alignment: usize, hint: u64, flags: u64);
     cuMemAddressFree(at: u64, bytes: usize);
     cuMemCreate(handle: *mut u64, bytes: usize, properties: *const Properties, flags: u64);
@@ -123,16 +130,28 @@ pub(crate) fn out<T: Default>(call: impl FnOnce(*mut T) -> Answer) -> Answer<T> 
 impl Driver {
     /// Loaded, and not yet initialised.
     pub(crate) fn load(stub: &Stub) -> Self {
-        Self { entered: stub.enter() }
+        Self { _entered: Some(stub.enter()), ..Self::named(&stub.library()) }
+    }
+
+    /// As a program loads it that knows only its name or path.
+    pub(crate) fn named(name: &Path) -> Self {
+        // SAFETY: the stub's initialisers ask nothing of the caller.
+        let library = unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL) }.unwrap();
+        Self { library, _entered: None }
     }
 
     /// Initialised, with the context of device 0 current.
     pub(crate) fn open(stub: &Stub) -> Self {
         let driver = Self::load(stub);
-        driver.cuInit(0).unwrap();
-        let context = out(|at| driver.cuDevicePrimaryCtxRetain(at, 0)).unwrap();
-        driver.cuCtxSetCurrent(context).unwrap();
+        driver.start().unwrap();
         driver
+    }
+
+    /// Initialises, and makes the context of device 0 current.
+    pub(crate) fn start(&self) -> Answer {
+        self.cuInit(0)?;
+        let context = out(|at| self.cuDevicePrimaryCtxRetain(at, 0))?;
+        self.cuCtxSetCurrent(context)
     }
 
     /// Gives the context back, so that a leak check sees what else is held.
@@ -156,6 +175,17 @@ impl Driver {
         let mut read = vec![0; bytes];
         self.cuMemcpyDtoH_v2(read.as_mut_ptr().cast(), from, bytes)?;
         Ok(read)
+    }
+
+    /// The legacy handle of the allocation at an address.
+    pub(crate) fn export(&self, memory: u64) -> Answer<Handle> {
+        let mut handle = Handle([0; 64]);
+        self.cuIpcGetMemHandle(&raw mut handle, memory)?;
+        Ok(handle)
+    }
+
+    pub(crate) fn open_handle(&self, handle: Handle) -> Answer<u64> {
+        out(|at| self.cuIpcOpenMemHandle_v2(at, handle, 1))
     }
 
     pub(crate) fn attribute<T: Default>(&self, attribute: u32, address: u64) -> Answer<T> {

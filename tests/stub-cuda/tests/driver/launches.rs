@@ -1,8 +1,6 @@
 //! Kernels, and the order of what a stream does.
 
 use std::ptr;
-use std::thread;
-use std::time::{Duration, Instant};
 
 use statecopy_kernels::cuda::arguments::{
     Arguments, DIRECTION_SCATTER, FLAGS_ADDRESS, FLAGS_INLINE,
@@ -10,6 +8,7 @@ use statecopy_kernels::cuda::arguments::{
 use statecopy_stub_cuda::{CUresult, Knob, Stub, Whose};
 
 use crate::calls::{Answer, Driver, out};
+use crate::until;
 
 /// Two layers of four rows of two bytes, four bytes apart.
 const LAYER: [u8; 16] = [1, 2, 90, 91, 3, 4, 92, 93, 5, 6, 94, 95, 7, 8, 96, 97];
@@ -88,15 +87,6 @@ fn int64(indices: [i64; SELECTED]) -> Vec<u8> {
     indices.iter().flat_map(|index| index.to_le_bytes()).collect()
 }
 
-/// Asks again until it is true.
-fn until(what: &str, ask: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !ask() {
-        assert!(Instant::now() < deadline, "{what}");
-        thread::sleep(Duration::from_millis(1));
-    }
-}
-
 #[test]
 fn a_gather_copies_wanted_rows_and_clears_the_others() {
     let stub = Stub::create().unwrap();
@@ -166,7 +156,11 @@ fn an_address_that_nobody_mapped_fails_the_device_for_good() {
     let mut arguments = rig.arguments();
     arguments.rows = 1 << 40;
     inline(&mut arguments, &int64([1 << 39, 0, 0]), 0);
-    assert_eq!(rig.run("gather_int64", &arguments, 1), Err(CUresult::ILLEGAL_ADDRESS));
+    stub.hold_kernels(Some(Whose::Any));
+    rig.launch("gather_int64", &arguments, 1).unwrap();
+    stub.hold_kernels(None);
+    let synchronised = rig.driver.cuStreamSynchronize(rig.stream);
+    assert_eq!(synchronised, Err(CUresult::ILLEGAL_ADDRESS));
     assert_eq!(rig.driver.cuStreamQuery(rig.stream), Err(CUresult::ILLEGAL_ADDRESS));
     assert_eq!(rig.driver.allocate(1), Err(CUresult::ILLEGAL_ADDRESS));
     let mut count = 0;
