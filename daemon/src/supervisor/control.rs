@@ -186,7 +186,8 @@ impl Control {
             uptime: self.uptime(),
             ready: self.not_ready().is_none(),
             draining: self.draining.is_cancelled(),
-            requests_pending: max.saturating_sub(self.requests.available_permits()) as u64,
+            requests_pending: max.saturating_sub(self.requests.available_permits()) as u64
+                + self.sessions.ring_requests_pending(),
             totals: self.sessions.totals(),
         }
     }

@@ -20,6 +20,7 @@ use statecopy_proto::descriptor_socket::Token;
 use statecopy_proto::{
     BindingId, Incarnation, ProtocolVersion, Refusal, RefusalCode, RegionId, SessionId, v1,
 };
+use statecopy_session::SessionMemory;
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
@@ -350,6 +351,21 @@ impl Sessions {
     /// The regions of a session.
     pub(crate) fn regions(&self, id: SessionId) -> Result<BTreeMap<RegionId, HeldRegion>, Refusal> {
         self.with(id, |session| Ok(session.regions.clone()))
+    }
+
+    /// A session's ring is served.
+    fn add_ring(&self, id: SessionId, ring: SessionMemory) -> Result<(), Refusal> {
+        self.with(id, |session| {
+            session.ring = Some(ring);
+            Ok(())
+        })
+    }
+
+    /// Requests in the workers' rings that wait or run, as the rings say.
+    pub(crate) fn ring_requests_pending(&self) -> u64 {
+        let rings: Vec<SessionMemory> =
+            self.lock().sessions.values().filter_map(|session| session.ring.clone()).collect();
+        rings.iter().map(SessionMemory::pending).sum()
     }
 
     /// Takes a region out. Published layers that lie in it fall asleep.

@@ -12,7 +12,7 @@ use crate::layout::{
     ABI_VERSION, COMPLETION_ANSWER, COMPLETION_STATE, EXECUTOR_SLEEPING, Header, Identity,
     LayoutError, MAGIC, Parameters, SUBMITTED, SUBMITTER_SLEEPING, WAKE,
 };
-use crate::ring::{SubmitterRing, TakerRing, Words};
+use crate::ring::{self, SubmitterRing, TakerRing, Words};
 use crate::submitter::Submitter;
 use crate::sync::{Word32, Word64};
 
@@ -154,6 +154,13 @@ impl SessionMemory {
     #[must_use]
     pub fn resume_executor(&self, waker: Waker) -> Executor {
         Executor::new(TakerRing::resume(self.words()), waker)
+    }
+
+    /// How many requests are submitted and not answered, as the shared words say now. For who only watches: the peer can
+    /// write what it likes there, so it is a claim, of at most as many as there are slots. Looks at a word a slot.
+    #[must_use]
+    pub fn pending(&self) -> u64 {
+        ring::pending(&self.words())
     }
 
     pub(crate) fn words(&self) -> MappedWords {

@@ -180,6 +180,15 @@ pub fn is_answered<W: Words>(words: &W, sequence: Sequence) -> bool {
     words.state(sequence.slot(words.slots())).load_relaxed() == sequence.state(PHASE_ANSWERED)
 }
 
+/// How many requests are submitted and not answered, as the shared words say now: a count for who only watches. The submitter
+/// can write what it likes there, so it is no more than a claim, of at most as many as there are slots.
+pub fn pending<W: Words>(words: &W) -> u64 {
+    let slots = words.slots();
+    let submitted = words.submitted().load_relaxed();
+    let newest = (0..slots).map_while(|back| submitted.checked_sub(back).filter(|at| *at > 0));
+    newest.filter(|at| !is_answered(words, Sequence(*at))).count() as u64
+}
+
 impl<W: Words> SubmitterRing<W> {
     /// The submitter of a fresh memory.
     pub fn new(words: W) -> Self {

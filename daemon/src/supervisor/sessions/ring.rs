@@ -34,7 +34,7 @@ impl WorkerRing {
         let parameters = Parameters::for_rows(settings.session_slots, rows)
             .map_err(|error| no_room(&error.to_string()))?;
         let identity = Identity { incarnation: control.incarnation, session: grant.id };
-        let (memory, _) = SessionMemory::create(parameters, identity)
+        let (memory, mapped) = SessionMemory::create(parameters, identity)
             .map_err(|error| no_room(&error.to_string()))?;
         let record = RingRecord {
             parameters,
@@ -51,6 +51,7 @@ impl WorkerRing {
             broken: grant.device.broken_ring(grant.id),
         };
         grant.device.open_session(grant.id, record).await?;
+        control.sessions.add_ring(grant.id, mapped)?;
         Ok(ring)
     }
 

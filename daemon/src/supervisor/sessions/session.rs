@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use statecopy_kernels::device::AllocationId;
 use statecopy_proto::{Refusal, RefusalCode, RegionId, SessionId, v1};
+use statecopy_session::SessionMemory;
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -27,6 +28,9 @@ pub(crate) struct HeldRegion {
     pub(crate) allocation: AllocationId,
 }
 
+/// What a session held to its end: its memory, descriptors that were never used, its ring as mapped here.
+type Held = (BTreeMap<RegionId, HeldRegion>, BTreeMap<u64, Vec<OwnedFd>>, Option<SessionMemory>);
+
 /// A session that was taken out of the table, and what is to be given back.
 #[derive(Debug)]
 pub(crate) struct Ended {
@@ -38,8 +42,8 @@ pub(crate) struct Ended {
     pub(crate) device: DeviceHandle,
     /// Its turn: a registration may still run.
     pub(crate) turn: Arc<Semaphore>,
-    /// Its memory, and descriptors that were never used.
-    pub(crate) held: (BTreeMap<RegionId, HeldRegion>, BTreeMap<u64, Vec<OwnedFd>>),
+    /// What may take its time to give back.
+    pub(crate) held: Held,
     /// Tells whoever waits that nothing of it is left, and why.
     pub(crate) given_back: watch::Sender<Option<EndReason>>,
 }
@@ -52,6 +56,8 @@ pub(super) struct Session {
     pub(super) state: SessionState,
     pub(super) device: DeviceHandle,
     pub(super) regions: BTreeMap<RegionId, HeldRegion>,
+    /// Mapped only to be watched: what it says is the worker's.
+    pub(super) ring: Option<SessionMemory>,
     pub(super) descriptors_pending: u32,
     pub(super) events: Option<mpsc::Sender<EventItem>>,
     pub(super) copies: u64,
@@ -72,6 +78,7 @@ impl Session {
             state: SessionState::Attaching { token: opening.token, until: opening.until },
             device: opening.device,
             regions: BTreeMap::new(),
+            ring: None,
             descriptors_pending: 0,
             events: None,
             copies: 0,
@@ -155,7 +162,7 @@ impl Session {
             reason,
             device: self.device,
             turn: self.turn,
-            held: (self.regions, self.descriptors),
+            held: (self.regions, self.descriptors, self.ring),
             given_back: self.given_back,
         }
     }

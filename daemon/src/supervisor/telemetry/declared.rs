@@ -85,7 +85,7 @@ pub(crate) const DESCRIPTORS_PENDING: Metric = gauge(
 pub(crate) const REQUESTS_PENDING: Metric = gauge(
     "statecopy_requests_pending",
     Unit::Count,
-    "Copies and registrations over gRPC that wait or run.",
+    "Copies and registrations that wait or run, over gRPC and in the workers' rings.",
 );
 pub(crate) const REFUSALS: Metric = counter(
     "statecopy_refusals_total",

@@ -61,7 +61,7 @@ pub(crate) struct Snapshot {
     pub(crate) ready: bool,
     /// Whether it drains.
     pub(crate) draining: bool,
-    /// Copies and registrations that wait or run.
+    /// Copies and registrations that wait or run, over gRPC and in the workers' rings.
     pub(crate) requests_pending: u64,
     /// What the sessions own.
     pub(crate) totals: Totals,

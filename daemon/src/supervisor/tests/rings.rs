@@ -3,8 +3,14 @@ use std::sync::Arc;
 
 use statecopy_descriptors::{Doorbell, has_exited, open_pidfd_self};
 use statecopy_proto::descriptor_socket::{DaemonRecord, Token, WorkerRecord};
-use statecopy_proto::{Incarnation, SessionId, v1};
-use statecopy_session::SessionMemory;
+use statecopy_proto::{
+    BindingId, Direction, Incarnation, IndexWidth, Lane, RefusalCode, RegionId, SessionId,
+    SignatureHash, v1,
+};
+use statecopy_session::{
+    Answer, CopyRequest, Fault, FlagSource, IndexSource, Indices, MonotonicNs, Packed,
+    SessionMemory, Waker,
+};
 
 use crate::supervisor::sessions::EndReason;
 use crate::supervisor::testing::{TestDaemon, Worker, connect, eventually, reference};
@@ -33,6 +39,36 @@ async fn a_worker_is_handed_its_own_ring_and_the_process_that_serves_it() {
     Doorbell::from_fd(bell).unwrap();
     assert!(!has_exited(process).unwrap());
     assert!(daemon.device.asked().contains(&"open".to_owned()));
+}
+
+#[tokio::test]
+async fn what_waits_in_a_workers_ring_is_pending_until_its_answer() {
+    let daemon = TestDaemon::start(|_| {}).await;
+    let (_worker, descriptors) = attach(&daemon).await;
+    let [memory, bell, _process]: [OwnedFd; 3] = descriptors.try_into().unwrap();
+    let memory = SessionMemory::open(memory).unwrap();
+    assert_eq!(daemon.metric("statecopy_requests_pending").await, "0");
+    let mut submitter = memory.submitter(Doorbell::from_fd(bell).unwrap());
+    let request = CopyRequest {
+        session: SessionId(0),
+        binding: BindingId(1),
+        signature: SignatureHash(1),
+        direction: Direction::Gather,
+        selected: 0,
+        packed: Packed { region: RegionId(1), offset: 0, bytes: 0, dtype: 1 },
+        indices: Indices { width: IndexWidth::Int32, source: IndexSource::Inline },
+        flags: FlagSource::None,
+        lane: Lane(0),
+        deadline: MonotonicNs::NEVER,
+        submitted_at: MonotonicNs(0),
+    };
+    let sequences = [(); 3].map(|()| submitter.try_submit(&request, &[], &[]).unwrap());
+    assert_eq!(daemon.metric("statecopy_requests_pending").await, "3");
+    let mut executor = memory.executor(Waker::Futex);
+    executor.take().unwrap().unwrap();
+    let answer = Answer { result: Err(Fault::of(RefusalCode::StalePlan)), executor_ns: 0 };
+    executor.answer(sequences[0], &answer);
+    assert_eq!(daemon.metric("statecopy_requests_pending").await, "2");
 }
 
 #[tokio::test]

@@ -136,6 +136,29 @@ fn inline_bytes_that_do_not_fit_or_are_not_as_many_as_said_are_not_submitted() {
 }
 
 #[test]
+fn what_is_submitted_and_not_answered_is_pending_whatever_is_read() {
+    let mut ends = ends(parameters(4, 4096));
+    assert_eq!(ends.peer.pending(), 0);
+    for _ in 0..9 {
+        let [first, second] = [ends.submit(), ends.submit()];
+        ends.take();
+        assert_eq!(ends.peer.pending(), 2);
+        ends.executor.answer(first, &moved(1));
+        assert_eq!(ends.peer.pending(), 1, "its answer need not be read");
+        ends.take();
+        ends.executor.answer(second, &moved(1));
+        assert_eq!(ends.peer.pending(), 0);
+        assert!(
+            [first, second].map(|sequence| ends.submitter.poll(sequence)).iter().all(Result::is_ok)
+        );
+    }
+    for claim in [0, 1, 1 << 62, u64::MAX] {
+        ends.scribble(SUBMITTED, claim);
+        assert!(ends.peer.pending() <= 4, "a claim has its limit");
+    }
+}
+
+#[test]
 fn a_taken_request_is_a_private_copy() {
     let mut ends = ends(parameters(2, 0));
     ends.submit();
