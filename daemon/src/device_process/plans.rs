@@ -44,6 +44,26 @@ pub(super) struct Sealed<D: Device> {
     sets: Vec<SetRecord>,
 }
 
+/// Layers that are bound to memory.
+#[derive(Debug)]
+pub(super) struct Published<D: Device> {
+    /// What the executor looks requests up in.
+    pub(super) targets: Targets<D>,
+    /// The layers and their tables, for a later rebind.
+    pub(super) layers: Vec<(LayerRecord, Arc<CompiledTable<D>>)>,
+    /// The binding sets, likewise.
+    pub(super) sets: Vec<SetRecord>,
+}
+
+/// What becomes of a layer whose region is not registered.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Absent {
+    /// The registration is refused.
+    Refused,
+    /// The layer sleeps.
+    Asleep,
+}
+
 /// Prepares every layer of a registration, or none.
 ///
 /// # Errors
@@ -116,9 +136,9 @@ impl<D: Device> Prepared<D> {
 }
 
 impl<D: Device> Sealed<D> {
-    /// The layers and their tables, for a later rebind.
-    pub(super) fn layers(&self) -> &[(LayerRecord, Arc<CompiledTable<D>>)] {
-        &self.layers
+    /// How many layers there are.
+    pub(super) fn layers(&self) -> usize {
+        self.layers.len()
     }
 
     /// Binds every layer and set to its memory.
@@ -129,14 +149,20 @@ impl<D: Device> Sealed<D> {
         self,
         device: &D,
         regions: &Regions<D>,
+        absent: Absent,
         terms: Terms,
-    ) -> Result<Targets<D>, Refusal> {
-        bind_all(device, regions, &self.layers, &self.sets, terms)
+    ) -> Result<Published<D>, Refusal> {
+        let Self { layers, sets } = self;
+        let targets = match absent {
+            Absent::Refused => bind_all(device, regions, &layers, &sets, terms)?,
+            Absent::Asleep => bind_awake(device, regions, &layers, &sets, terms)?,
+        };
+        Ok(Published { targets, layers, sets })
     }
 }
 
 /// Binds layers to memory, with tables that are sealed already: what publish and rebind share.
-pub(super) fn bind_all<D: Device>(
+fn bind_all<D: Device>(
     device: &D,
     regions: &Regions<D>,
     layers: &[(LayerRecord, Arc<CompiledTable<D>>)],
@@ -167,6 +193,25 @@ pub(super) fn bind_all<D: Device>(
         target.is_set = true;
         targets.insert(set.binding, Bound::Awake(Arc::new(target)));
     }
+    Ok(targets)
+}
+
+/// Binds what has memory; a layer whose region is gone stays asleep, and so does every set that it is in.
+pub(super) fn bind_awake<D: Device>(
+    device: &D,
+    regions: &Regions<D>,
+    layers: &[(LayerRecord, Arc<CompiledTable<D>>)],
+    sets: &[SetRecord],
+    terms: Terms,
+) -> Result<Targets<D>, Refusal> {
+    let (awake, asleep): (Vec<_>, Vec<_>) =
+        layers.iter().cloned().partition(|(layer, _)| regions.contains_key(&layer.region));
+    let sleeps =
+        |set: &SetRecord| asleep.iter().any(|(layer, _)| set.layers.contains(&layer.binding));
+    let (sleeping, waking): (Vec<_>, Vec<_>) = sets.iter().cloned().partition(sleeps);
+    let mut targets = bind_all(device, regions, &awake, &waking, terms)?;
+    targets.extend(asleep.iter().map(|(layer, _)| (layer.binding, Bound::Asleep)));
+    targets.extend(sleeping.iter().map(|set| (set.binding, Bound::Asleep)));
     Ok(targets)
 }
 

@@ -23,8 +23,8 @@ use crate::record::{
 use super::compiled::{CompiledTable, Tables};
 use super::counts::RingCounts;
 use super::executor::ExecutorHandle;
-use super::plans::{self, bind_all};
-use super::table::{Bound, Regions, SessionTable, Targets, Terms, awake};
+use super::plans::{self, Absent, Published, bind_awake};
+use super::table::{Bound, Regions, SessionTable, Targets, Terms, awake, selected_max};
 
 /// What the preparing thread keeps of one session.
 #[derive(Debug)]
@@ -52,15 +52,6 @@ impl<D: Device> Session<D> {
     fn table(&self) -> Arc<SessionTable<D>> {
         Arc::new(SessionTable { regions: self.regions.clone(), targets: self.targets.clone() })
     }
-}
-
-/// What becomes of a layer whose region is not registered.
-#[derive(Debug, Clone, Copy)]
-enum Absent {
-    /// The registration is refused.
-    Refused,
-    /// The layer sleeps.
-    Asleep,
 }
 
 /// The preparing thread's state.
@@ -101,7 +92,8 @@ impl<D: Device> Preparer<D> {
     ) -> Result<(), Refusal> {
         let kept = self.sessions.entry(session).or_default();
         let counts = Arc::clone(&kept.counts);
-        self.executor.open(session, ring, bell, kept.table().selected_max(), counts)
+        let selected_max = kept.targets.as_deref().map_or(0, selected_max);
+        self.executor.open(session, ring, bell, selected_max, counts)
     }
 
     /// Maps a region. Two regions of one allocation share one mapping.
@@ -188,18 +180,14 @@ impl<D: Device> Preparer<D> {
         progress: &mut dyn FnMut(Progress),
         absent: Absent,
     ) -> Result<Vec<PublishedBinding>, Refusal> {
-        let sets = registration.sets.clone();
         let prepared = plans::prepare(&*self.device, &mut self.tables, registration, progress)?;
         let sealed = prepared.seal(&*self.device, progress)?;
-        let layers = sealed.layers().to_vec();
-        let total = u32::try_from(layers.len()).unwrap_or(u32::MAX);
+        let total = u32::try_from(sealed.layers()).unwrap_or(u32::MAX);
         progress(Progress { stage: Stage::Publishing, layers_done: 0, layers_total: total });
         let terms = self.terms();
         let kept = self.sessions.entry(session).or_default();
-        let targets = match absent {
-            Absent::Refused => sealed.publish(&*self.device, &kept.regions, terms)?,
-            Absent::Asleep => bind_awake(&*self.device, &kept.regions, &layers, &sets, terms)?,
-        };
+        let Published { targets, layers, sets } =
+            sealed.publish(&*self.device, &kept.regions, absent, terms)?;
         let published = plans::published(&targets);
         kept.layers = layers;
         kept.sets = sets;
@@ -294,25 +282,6 @@ impl<D: Device> Preparer<D> {
             self.guard.shut();
         }
     }
-}
-
-/// Binds what has memory; a layer whose region is gone stays asleep, and so does every set that it is in.
-fn bind_awake<D: Device>(
-    device: &D,
-    regions: &Regions<D>,
-    layers: &[(LayerRecord, Arc<CompiledTable<D>>)],
-    sets: &[SetRecord],
-    terms: Terms,
-) -> Result<Targets<D>, Refusal> {
-    let (awake, asleep): (Vec<_>, Vec<_>) =
-        layers.iter().cloned().partition(|(layer, _)| regions.contains_key(&layer.region));
-    let sleeps =
-        |set: &SetRecord| asleep.iter().any(|(layer, _)| set.layers.contains(&layer.binding));
-    let (sleeping, waking): (Vec<_>, Vec<_>) = sets.iter().cloned().partition(sleeps);
-    let mut targets = bind_all(device, regions, &awake, &waking, terms)?;
-    targets.extend(asleep.iter().map(|(layer, _)| (layer.binding, Bound::Asleep)));
-    targets.extend(sleeping.iter().map(|set| (set.binding, Bound::Asleep)));
-    Ok(targets)
 }
 
 fn stale(moved: &RebindRecord) -> Refusal {

@@ -71,10 +71,14 @@ pub(super) struct SessionTable<D: Device> {
 impl<D: Device> SessionTable<D> {
     /// The most rows that a request of this session may select.
     pub(super) fn selected_max(&self) -> usize {
-        let targets = self.targets.iter().flat_map(|targets| awake(targets));
-        let most = targets.map(|(_, target)| target.max_selected).max().unwrap_or(0);
-        usize::try_from(most).unwrap_or(usize::MAX)
+        self.targets.as_deref().map_or(0, selected_max)
     }
+}
+
+/// The most rows that a request of these targets may select.
+pub(super) fn selected_max<D: Device>(targets: &Targets<D>) -> usize {
+    let most = awake(targets).map(|(_, target)| target.max_selected).max().unwrap_or(0);
+    usize::try_from(most).unwrap_or(usize::MAX)
 }
 
 impl<D: Device> Target<D> {

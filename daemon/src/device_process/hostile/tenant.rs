@@ -21,7 +21,7 @@ use statecopy_session::{CopyDescriptor, CopyRequest, FlagSource, IndexSource};
 use super::guarded::Guarded;
 use super::input::random_bytes;
 use crate::device_process::compiled::Tables;
-use crate::device_process::plans;
+use crate::device_process::plans::{self, Absent};
 use crate::device_process::table::{Regions, SessionTable, Terms};
 use crate::record::{LayerRecord, RegistrationRecord, SetRecord};
 
@@ -160,9 +160,10 @@ impl Tenant {
             .and_then(|prepared| prepared.seal(device, &mut |_| {}))
             .and_then(|sealed| {
                 let terms = Terms { hook_epoch: 0, launch_bytes_max: LAUNCH_BYTES_MAX };
-                sealed.publish(device, &regions, terms)
+                sealed.publish(device, &regions, Absent::Refused, terms)
             })
-            .expect("the registration is valid");
+            .expect("the registration is valid")
+            .targets;
         for published in plans::published(&bound) {
             let target = targets.iter_mut().find(|target| target.binding == published.binding);
             target.expect("what was asked for").signature = published.signature;

@@ -1,9 +1,27 @@
 use statecopy_proto::{RefusalCode, v1};
+use tokio::task::JoinHandle;
 use tokio_stream::StreamExt as _;
+use tonic::{Response, Status};
 
 use crate::supervisor::device::DeviceState;
-use crate::supervisor::testing::{TestDaemon, code, eventually};
+use crate::supervisor::testing::{TestDaemon, Worker, code, eventually};
 use crate::supervisor::{Outcome, SupervisorError};
+
+/// A copy that the device has and does not answer until it is released.
+async fn running_copy(
+    daemon: &TestDaemon,
+    worker: &Worker,
+    binding: &v1::Binding,
+) -> JoinHandle<Result<Response<v1::CopyReply>, Status>> {
+    daemon.device.script.lock().unwrap().held = true;
+    let (mut copies, request) = (daemon.copies(), worker.gather(binding));
+    let running = tokio::spawn(async move { copies.gather(request).await });
+    eventually("the copy", || async {
+        (!daemon.device.script.lock().unwrap().copies.is_empty()).then_some(())
+    })
+    .await;
+    running
+}
 
 #[tokio::test]
 async fn readiness_says_why_not_and_liveness_stays() {
@@ -26,13 +44,7 @@ async fn a_drain_finishes_what_was_accepted_refuses_what_is_new_and_leaves_nothi
     let binding = worker.publish(&daemon).await;
     let events = v1::EventsRequest { session: worker.session() };
     let mut events = daemon.sessions().events(events).await.unwrap().into_inner();
-    daemon.device.script.lock().unwrap().held = true;
-    let (mut copies, request) = (daemon.copies(), worker.gather(&binding));
-    let running = tokio::spawn(async move { copies.gather(request).await });
-    eventually("the copy", || async {
-        (!daemon.device.script.lock().unwrap().copies.is_empty()).then_some(())
-    })
-    .await;
+    let running = running_copy(&daemon, &worker, &binding).await;
 
     let reply = daemon.admin().drain(v1::DrainRequest {}).await.unwrap().into_inner();
     assert_eq!(reply.grace_ms, 10_000);
@@ -67,13 +79,7 @@ async fn a_signal_drains_and_a_second_one_ends_it_at_once() {
     let daemon = TestDaemon::start(|_| {}).await;
     let worker = daemon.worker().await;
     let binding = worker.publish(&daemon).await;
-    daemon.device.script.lock().unwrap().held = true;
-    let (mut copies, request) = (daemon.copies(), worker.gather(&binding));
-    let _never_answered = tokio::spawn(async move { copies.gather(request).await });
-    eventually("the copy", || async {
-        (!daemon.device.script.lock().unwrap().copies.is_empty()).then_some(())
-    })
-    .await;
+    let _never_answered = running_copy(&daemon, &worker, &binding).await;
     daemon.signals.send("SIGTERM").await.unwrap();
     eventually("the drain", || async { daemon.inspect().await.draining.then_some(()) }).await;
     daemon.signals.send("SIGTERM").await.unwrap();
@@ -87,13 +93,7 @@ async fn the_grace_bounds_the_wait_for_requests_that_run() {
     let daemon = TestDaemon::start(|settings| settings.drain_grace_ms = 20).await;
     let worker = daemon.worker().await;
     let binding = worker.publish(&daemon).await;
-    daemon.device.script.lock().unwrap().held = true;
-    let (mut copies, request) = (daemon.copies(), worker.gather(&binding));
-    let _never_answered = tokio::spawn(async move { copies.gather(request).await });
-    eventually("the copy", || async {
-        (!daemon.device.script.lock().unwrap().copies.is_empty()).then_some(())
-    })
-    .await;
+    let _never_answered = running_copy(&daemon, &worker, &binding).await;
     daemon.signals.send("SIGTERM").await.unwrap();
     let (outcome, left) = daemon.end().await;
     assert_eq!(outcome.unwrap(), Outcome::Drained);
