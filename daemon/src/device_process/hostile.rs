@@ -12,10 +12,11 @@
 //! * no other byte of the session memory or of a region changes, and around each region lie pages that end the process when
 //!   they are touched; the second worker is served whatever the first one does.
 //!
-//! Only for tests and fuzz targets: the feature `hostile`.
+//! Only for tests, fuzz targets and benches: the feature `hostile`.
 
 mod guarded;
 mod input;
+mod request_check;
 mod tenant;
 #[cfg(test)]
 mod tests;
@@ -31,6 +32,7 @@ use statecopy_session::CopyDescriptor;
 use statecopy_session::layout::SUBMITTED;
 
 use self::input::Input;
+pub use self::request_check::{RequestCheck, Shape};
 use self::tenant::{SELECTED_MAX, Tenant};
 use self::worker::{Outcome, SLOTS, Shared, Worker};
 use super::sessions::Sessions;
