@@ -72,7 +72,13 @@ fn messages() -> Result<Vec<Vec<u8>>> {
         Request::Drain,
         Request::Shutdown,
         Request::ImportRegion { session, region: RegionId(2), bytes: 4096 },
-        Request::Register { session, layers: Vec::new(), sets: Vec::new(), last: true },
+        Request::Register {
+            session,
+            layers: Vec::new(),
+            sets: Vec::new(),
+            last: true,
+            resumed: false,
+        },
         Request::Rebind { session, layers: Vec::new(), last: true },
     ];
     let refused = Refusal::new(RefusalCode::Overlap, "They overlap");
