@@ -67,7 +67,7 @@ fn value(attribute: u32, address: Address, start: Address, range: &Range) -> Ans
             (false, false) => 0,
         }),
         name::MEMPOOL_HANDLE => Value::Long(match range.kind {
-            Kind::Pool { .. } => POOL + u64::from(range.device.cast_unsigned()),
+            Kind::Pool => POOL + u64::from(range.device.cast_unsigned()),
             _ => 0,
         }),
         _ => return Err(CUresult::INVALID_VALUE),

@@ -77,7 +77,7 @@ impl Process {
         let file = self.ledger.find(named.device, &legacy_label(named.pid, named.slot))?;
         let bytes = file.metadata().map_err(failed)?.len();
         let at = mapping::map(&file, bytes.next_multiple_of(PAGE_BYTES)).map_err(failed)?;
-        let kind = Kind::Imported { handle: handle.0, opened: 1, _file: file };
+        let kind = Kind::Imported { handle: handle.0, opened: 1 };
         memory.add(at, bytes, current, kind);
         self.trace.add(Object::OpenHandle);
         Ok(at)

@@ -62,6 +62,13 @@ pub(crate) struct Launch {
 
 /// Runs a kernel to its end. An error is sticky.
 pub(crate) fn run(process: &Arc<Process>, launch: &Launch) -> Answer {
+    process.trace.begin_kernel();
+    let ended = run_rows(process, launch);
+    process.trace.end_kernel();
+    ended
+}
+
+fn run_rows(process: &Process, launch: &Launch) -> Answer {
     while process.control.holds_kernels() {
         process.sticky()?;
         thread::sleep(STEP);

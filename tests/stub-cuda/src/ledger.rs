@@ -7,17 +7,23 @@
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, flock};
 
 use crate::abi::CUresult;
 use crate::devices::hex;
+use crate::mapping::size;
 use crate::process::{Answer, failed};
 
 /// Memory is taken in pages of this many bytes.
 pub(crate) const PAGE_BYTES: u64 = 4096;
+
+/// New memory is full of this where it is small, and begins and ends with it where it is not: a device gives memory as the
+/// last owner left it.
+const LEFTOVER: u8 = 0xA5;
+const SPOILED_BYTES: u64 = 4 << 10;
 
 /// The folder of memory files.
 #[derive(Debug)]
@@ -46,14 +52,15 @@ impl Ledger {
     ) -> Answer<File> {
         let turn = self.lock().map_err(failed)?;
         let path = self.path(device, label);
-        let estimate = self.directory.with_file_name(format!("used-{}", hex(device)));
-        let known =
-            fs::read_to_string(&estimate).ok().and_then(|text| text.parse().ok()).unwrap_or(0);
-        let size = bytes.next_multiple_of(PAGE_BYTES);
+        let estimate = self.estimate(device).map_err(failed)?;
+        let mut known = [0; 8];
+        estimate.read_exact_at(&mut known, 0).map_err(failed)?;
+        let taken = bytes.next_multiple_of(PAGE_BYTES);
         // The estimate counts what was made since the files were looked at, and not what went.
-        let mut used = size.checked_add(known).ok_or(CUresult::OUT_OF_MEMORY)?;
+        let mut used =
+            taken.checked_add(u64::from_le_bytes(known)).ok_or(CUresult::OUT_OF_MEMORY)?;
         if used > memory {
-            used = size + self.count(device).map_err(failed)?;
+            used = taken + self.count(device).map_err(failed)?;
         }
         if used > memory {
             return Err(CUresult::OUT_OF_MEMORY);
@@ -61,8 +68,9 @@ impl Ledger {
         let mut options = OpenOptions::new();
         let file = options.read(true).write(true).create_new(true).open(path).map_err(failed)?;
         file.set_len(bytes).map_err(failed)?;
+        spoil(&file, bytes).map_err(failed)?;
         flock(&file, FlockOperation::LockShared).map_err(|error| failed(error.into()))?;
-        fs::write(&estimate, used.to_string()).map_err(failed)?;
+        estimate.write_all_at(&used.to_le_bytes(), 0).map_err(failed)?;
         drop(turn);
         Ok(file)
     }
@@ -122,6 +130,17 @@ impl Ledger {
         Ok(used)
     }
 
+    /// The file that holds at least as many bytes as are in use.
+    fn estimate(&self, device: [u8; 16]) -> io::Result<File> {
+        let path = self.directory.with_file_name(format!("used-{}", hex(device)));
+        let mut options = OpenOptions::new();
+        let file = options.read(true).write(true).create(true).truncate(false).open(path)?;
+        if file.metadata()?.len() == 0 {
+            file.set_len(8)?;
+        }
+        Ok(file)
+    }
+
     fn path(&self, device: [u8; 16], label: &str) -> PathBuf {
         self.directory.join(format!("{}-{label}", hex(device)))
     }
@@ -131,4 +150,10 @@ impl Ledger {
         flock(&turn, FlockOperation::LockExclusive)?;
         Ok(turn)
     }
+}
+
+fn spoil(file: &File, bytes: u64) -> io::Result<()> {
+    let leftover = vec![LEFTOVER; size(bytes.min(SPOILED_BYTES))];
+    file.write_all_at(&leftover, 0)?;
+    file.write_all_at(&leftover, bytes - leftover.len() as u64)
 }

@@ -77,6 +77,25 @@ pub(crate) fn unmap(at: Address, bytes: u64) {
     }
 }
 
+/// What keeps a file in use without a descriptor: a page of it, mapped, that nobody may touch.
+#[derive(Debug)]
+pub(crate) struct Keeper(Address);
+
+impl Keeper {
+    pub(crate) fn of(file: &File) -> io::Result<Self> {
+        let flags = MapFlags::SHARED;
+        // SAFETY: a new mapping at an address that the kernel chooses touches no memory of anyone.
+        let at = unsafe { mmap(ptr::null_mut(), 1, ProtFlags::empty(), flags, file, 0) }?;
+        Ok(Self(at.expose_provenance() as Address))
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        unmap(self.0, 1);
+    }
+}
+
 /// The pointer of an address.
 pub(crate) fn pointer<T>(at: Address) -> *mut T {
     ptr::with_exposed_provenance_mut(size(at))

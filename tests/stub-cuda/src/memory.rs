@@ -28,17 +28,17 @@ pub(crate) struct Range {
     pub(crate) kind: Kind,
 }
 
-/// What memory is, and what keeps it.
+/// What memory is. A file behind it is kept in use by the mapping: no descriptor of it stays open.
 #[derive(Debug)]
 pub(crate) enum Kind {
     /// Of `cuMemAlloc_v2`. Its file is known to other processes by `slot`.
-    Legacy { slot: u64, _file: File },
+    Legacy { slot: u64 },
     /// Of another process, by its handle, opened so many times.
-    Imported { handle: [u8; 64], opened: u64, _file: File },
+    Imported { handle: [u8; 64], opened: u64 },
     /// Physical memory in a reservation.
     Piece { physical: Arc<Physical> },
     /// Of a pool.
-    Pool { _file: File },
+    Pool,
     /// Of `cuMemHostAlloc`.
     Host,
     /// The process's own, registered.
@@ -161,7 +161,7 @@ pub(crate) fn unmap(at: Address, range: &Range) {
             let unmapped = mapping::unmap_reserved(at, range.bytes);
             debug_assert!(unmapped.is_ok(), "a reservation can be made anew");
         }
-        Kind::Legacy { .. } | Kind::Imported { .. } | Kind::Pool { .. } | Kind::Host => {
+        Kind::Legacy { .. } | Kind::Imported { .. } | Kind::Pool | Kind::Host => {
             mapping::unmap(at, range.bytes.next_multiple_of(PAGE_BYTES));
         }
     }
@@ -184,7 +184,7 @@ impl Process {
         let slot = again.flatten().unwrap_or_else(|| self.control.number());
         let file = self.physical(device, &legacy_label(process::id(), slot), bytes)?;
         let at = mapping::map(&file, bytes.next_multiple_of(PAGE_BYTES)).map_err(failed)?;
-        memory.add(at, bytes, device, Kind::Legacy { slot, _file: file });
+        memory.add(at, bytes, device, Kind::Legacy { slot });
         self.trace.add(Object::Allocation);
         Ok(at)
     }
@@ -195,7 +195,7 @@ impl Process {
         let label = format!("pool-{}", self.control.number());
         let file = self.physical(device, &label, bytes)?;
         let at = mapping::map(&file, bytes.next_multiple_of(PAGE_BYTES)).map_err(failed)?;
-        self.memory_mut().add(at, bytes, device, Kind::Pool { _file: file });
+        self.memory_mut().add(at, bytes, device, Kind::Pool);
         self.trace.add(Object::Allocation);
         Ok(at)
     }
@@ -219,7 +219,7 @@ impl Process {
     pub(crate) fn free_now(&self, at: Address) -> Answer {
         let mut memory = self.memory_mut();
         let kind = memory.at(at).map(|range| &range.kind);
-        if !matches!(kind, Some(Kind::Legacy { .. } | Kind::Pool { .. })) {
+        if !matches!(kind, Some(Kind::Legacy { .. } | Kind::Pool)) {
             return Err(CUresult::INVALID_VALUE);
         }
         self.drop_range(&mut memory, at);
@@ -298,7 +298,7 @@ impl Process {
             |range: &Range| range.device == device && !matches!(range.kind, Kind::Piece { .. });
         for at in memory.places(of_context) {
             let object = match memory.at(at).map(|range| &range.kind) {
-                Some(Kind::Legacy { .. } | Kind::Pool { .. }) => Object::Allocation,
+                Some(Kind::Legacy { .. } | Kind::Pool) => Object::Allocation,
                 Some(Kind::Imported { .. }) => Object::OpenHandle,
                 Some(Kind::Host) => Object::HostAllocation,
                 Some(Kind::Registered) => Object::Registration,

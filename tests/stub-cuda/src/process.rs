@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::abi::{CUdevice, CUresult, Opaque};
 use crate::control::{Act, Control, Knob};
@@ -17,7 +17,7 @@ use crate::ledger::Ledger;
 use crate::memory::Memory;
 use crate::modules::Modules;
 use crate::streams::Stream;
-use crate::sync::{AtomicI32, Ordering};
+use crate::sync::{AtomicI32, AtomicU64, Ordering};
 use crate::trace::{self, Object, Trace};
 use crate::vmm::Handles;
 
@@ -56,6 +56,9 @@ pub(crate) struct Process {
     sticky: AtomicI32,
     /// Sticky errors of the MPS server that came before this process.
     mps_faults: u64,
+    began: Instant,
+    /// When this process last looked for dead ones, in milliseconds since it began.
+    looked_ms: AtomicU64,
 }
 
 /// Handles of a process, and what is behind each.
@@ -64,14 +67,37 @@ pub(crate) struct Objects {
     /// How often the primary context of each device is retained.
     pub(crate) retained: BTreeMap<CUdevice, u64>,
     pub(crate) streams: BTreeMap<Opaque, Arc<Stream>>,
+    /// Destroyed streams that may still have work.
+    ending: Vec<Arc<Stream>>,
     pub(crate) modules: Modules,
     pub(crate) handles: Handles,
+}
+
+impl Objects {
+    /// Every stream that may have work.
+    fn all_streams(&self, wanted: impl Fn(&Stream) -> bool) -> Vec<Arc<Stream>> {
+        let all = self.streams.values().chain(&self.ending);
+        all.filter(|stream| wanted(stream)).cloned().collect()
+    }
+
+    /// Takes a stream's handle away. What it still has to do is done, and waited for where the device is.
+    pub(crate) fn end_stream(&mut self, handle: Opaque) -> Answer {
+        let stream = self.streams.remove(&handle).ok_or(CUresult::INVALID_HANDLE)?;
+        stream.end();
+        self.ending.retain(|earlier| !earlier.is_idle());
+        self.ending.push(stream);
+        Ok(())
+    }
 }
 
 impl Process {
     fn open(directory: PathBuf) -> Answer<Self> {
         let devices = devices(&directory)?;
         let control = Control::open(&directory).map_err(failed)?;
+        if control.is_set(Knob::Mps) {
+            let dead = trace::take_dead_in_kernels(&directory).map_err(failed)?;
+            (0..dead).for_each(|_| control.add_mps_fault());
+        }
         let mps_faults = control.mps_faults();
         if control.is_set(Knob::Mps)
             && trace::faulted_client_lives(&directory, mps_faults).map_err(failed)?
@@ -90,6 +116,8 @@ impl Process {
             objects: Mutex::default(),
             sticky: AtomicI32::new(0),
             mps_faults,
+            began: Instant::now(),
+            looked_ms: AtomicU64::new(u64::MAX),
         })
     }
 
@@ -116,10 +144,23 @@ impl Process {
         if own != CUresult::SUCCESS {
             return Err(own);
         }
-        if self.control.is_set(Knob::Mps) && self.control.mps_faults() > self.mps_faults {
-            return Err(CUresult::ILLEGAL_ADDRESS);
+        if self.control.is_set(Knob::Mps) {
+            self.look_for_the_dead();
+            if self.control.mps_faults() > self.mps_faults {
+                return Err(CUresult::ILLEGAL_ADDRESS);
+            }
         }
         Ok(())
+    }
+
+    /// A process that was killed in its own kernel takes the MPS server along. Somebody has to notice: whoever calls.
+    fn look_for_the_dead(&self) {
+        let now = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
+        if self.looked_ms.swap(now, Ordering::SeqCst) == now {
+            return;
+        }
+        let dead = trace::take_dead_in_kernels(&self.directory).unwrap_or(0);
+        (0..dead).for_each(|_| self.control.add_mps_fault());
     }
 
     /// The device has failed under a kernel of this process.
@@ -141,8 +182,7 @@ impl Process {
     }
 
     fn wait_for(&self, wanted: impl Fn(&Stream) -> bool) -> Answer {
-        let streams: Vec<_> =
-            self.objects().streams.values().filter(|each| wanted(each)).cloned().collect();
+        let streams = self.objects().all_streams(wanted);
         streams.iter().for_each(|stream| stream.wait_idle());
         self.sticky()
     }
@@ -168,18 +208,17 @@ impl Process {
             return Ok(());
         }
         let of_context = |stream: &Arc<Stream>| stream.device() == device;
-        let streams: Vec<_> =
-            objects.streams.values().filter(|each| of_context(each)).cloned().collect();
+        let streams = objects.all_streams(|stream| stream.device() == device);
+        let created = |stream: &Arc<Stream>| of_context(stream) && !stream.is_default();
+        let left = objects.streams.values().filter(|stream| created(stream)).count();
         objects.streams.retain(|_, stream| !of_context(stream));
         let modules = objects.modules.remove_of(device);
         drop(objects);
         for stream in streams {
             stream.wait_idle();
             stream.end();
-            if !stream.is_default() {
-                self.trace.tear_down(Object::Stream);
-            }
         }
+        (0..left).for_each(|_| self.trace.tear_down(Object::Stream));
         (0..modules).for_each(|_| self.trace.tear_down(Object::Module));
         self.tear_memory_down(device);
         Ok(())
@@ -258,7 +297,7 @@ pub(crate) fn leave() {
     if let Some(process) = process {
         // What hangs is let go: the error makes kernels and waits end.
         process.sticky.store(CUresult::UNKNOWN.0, Ordering::SeqCst);
-        let streams: Vec<_> = process.objects().streams.values().cloned().collect();
+        let streams = process.objects().all_streams(|_| true);
         streams.iter().for_each(|stream| stream.end());
         process.memory_mut().forget();
     }

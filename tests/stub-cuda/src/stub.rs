@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use rustix::fs::statvfs;
 use tempfile::TempDir;
 
 use crate::abi::CUresult;
@@ -34,6 +35,14 @@ pub fn stub_library() -> PathBuf {
     found.unwrap_or_else(|| panic!("no stub driver at any of {places:?}")).clone()
 }
 
+/// Where folders are made: in memory where there is room, because a disk writes back what tests write.
+fn place() -> PathBuf {
+    const ROOM_BYTES: u64 = 4 << 30;
+    let memory = Path::new("/dev/shm");
+    let room = statvfs(memory).map_or(0, |system| system.f_bavail * system.f_frsize);
+    if room >= ROOM_BYTES { memory.to_owned() } else { env::temp_dir() }
+}
+
 /// A stub driver for the processes of one test. Dropped, its folder is removed.
 #[derive(Debug)]
 pub struct Stub {
@@ -55,7 +64,7 @@ impl Stub {
     /// # Errors
     /// When the folder cannot be made.
     pub fn create_with(devices: &[StubDevice]) -> io::Result<Self> {
-        let directory = tempfile::Builder::new().prefix("stub-cuda-").tempdir()?;
+        let directory = tempfile::Builder::new().prefix("stub-cuda-").tempdir_in(place())?;
         fs::write(directory.path().join("devices"), StubDevice::describe(devices))?;
         let control = Control::open(directory.path())?;
         let stub = Self { directory, control };

@@ -79,6 +79,7 @@ pub struct ProcessReport {
     pub calls: Vec<CallRecord>,
     live: [u64; Object::ALL.len()],
     torn_down: u64,
+    kernels: u64,
     counts: Vec<u64>,
 }
 
@@ -93,6 +94,12 @@ impl ProcessReport {
     #[must_use]
     pub fn torn_down(&self) -> u64 {
         self.torn_down
+    }
+
+    /// Kernels that run now, or hang.
+    #[must_use]
+    pub fn kernels(&self) -> u64 {
+        self.kernels
     }
 
     /// What it still holds, and how many of each.
@@ -119,7 +126,8 @@ const PID: usize = 0;
 const LOGGED: usize = 1;
 const MPS_FAULTS_SEEN: usize = 2;
 const TORN_DOWN: usize = 3;
-const LIVE: usize = 4;
+const KERNELS: usize = 4;
+const LIVE: usize = 5;
 const COUNTS: usize = LIVE + Object::ALL.len();
 const LOG: usize = COUNTS + Function::ALL.len();
 /// Calls that the log holds.
@@ -182,6 +190,16 @@ impl Trace {
         self.words.at(LIVE + object as usize).fetch_sub(1, Ordering::SeqCst);
     }
 
+    /// A kernel runs from now on.
+    pub(crate) fn begin_kernel(&self) {
+        self.words.at(KERNELS).fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// A kernel has ended, well or not.
+    pub(crate) fn end_kernel(&self) {
+        self.words.at(KERNELS).fetch_sub(1, Ordering::SeqCst);
+    }
+
     /// Removes an object that its owner never gave back.
     pub(crate) fn tear_down(&self, object: Object) {
         self.remove(object);
@@ -214,6 +232,21 @@ pub(crate) fn faulted_client_lives(directory: &Path, mps_faults: u64) -> io::Res
         }
     }
     Ok(false)
+}
+
+/// How many processes died while a kernel of theirs ran, each told once.
+pub(crate) fn take_dead_in_kernels(directory: &Path) -> io::Result<usize> {
+    let mut dead = 0;
+    for file in files(directory)? {
+        let words = Words::map(&file, WORDS)?;
+        if words.load(KERNELS) > 0
+            && !alive(&file)
+            && words.at(KERNELS).swap(0, Ordering::SeqCst) > 0
+        {
+            dead += 1;
+        }
+    }
+    Ok(dead)
 }
 
 /// Whether a process uses the stub now.
@@ -252,6 +285,7 @@ fn report(words: &Words, alive: bool) -> ProcessReport {
         calls: (oldest..logged).filter_map(|sequence| call(words, sequence)).collect(),
         live: Object::ALL.map(|object| words.load(LIVE + object as usize)),
         torn_down: words.load(TORN_DOWN),
+        kernels: words.load(KERNELS),
         counts: Function::ALL.iter().map(|each| words.load(COUNTS + *each as usize)).collect(),
     }
 }

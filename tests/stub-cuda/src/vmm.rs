@@ -12,7 +12,7 @@ use crate::abi::{
 };
 use crate::control::Knob;
 use crate::devices::{StubDevice, hex};
-use crate::mapping::{self, Address};
+use crate::mapping::{self, Address, Keeper};
 use crate::memory::{self, Kind};
 use crate::process::{Answer, Process, failed};
 use crate::trace::Object;
@@ -25,7 +25,7 @@ const FABRIC_MAGIC: [u8; 8] = *b"stub-fab";
 /// Physical memory.
 #[derive(Debug)]
 pub(crate) struct Physical {
-    file: File,
+    _keeper: Keeper,
     number: u64,
     bytes: u64,
     pub(crate) types: u32,
@@ -121,12 +121,27 @@ impl Process {
         }
         let (number, types) = (self.control.number(), properties.requested_handle_types);
         let file = self.physical(device, &label(number, types), bytes)?;
-        Ok(self.add_handle(Physical { file, number, bytes, types, device }))
+        self.add_handle(&file, number, types, device)
     }
 
-    fn add_handle(&self, physical: Physical) -> CUmemGenericAllocationHandle {
+    fn add_handle(
+        &self,
+        file: &File,
+        number: u64,
+        types: u32,
+        device: CUdevice,
+    ) -> Answer<CUmemGenericAllocationHandle> {
+        let bytes = file.metadata().map_err(failed)?.len();
+        let keeper = Keeper::of(file).map_err(failed)?;
+        let physical = Physical { _keeper: keeper, number, bytes, types, device };
         self.trace.add(Object::MemoryHandle);
-        self.objects().handles.add(Arc::new(physical))
+        Ok(self.objects().handles.add(Arc::new(physical)))
+    }
+
+    /// The file behind physical memory, opened for a moment.
+    fn file(&self, physical: &Physical) -> Answer<File> {
+        let device = self.device(physical.device)?.uuid;
+        self.ledger.find(device, &label(physical.number, physical.types))
     }
 
     /// `cuMemRelease`.
@@ -187,7 +202,7 @@ impl Process {
         if !granular || offset != 0 || flags != 0 || bytes > physical.bytes || !free {
             return Err(CUresult::INVALID_VALUE);
         }
-        mapping::map_reserved(at, &physical.file, bytes).map_err(failed)?;
+        mapping::map_reserved(at, &self.file(&physical)?, bytes).map_err(failed)?;
         memory.add(at, bytes, physical.device, Kind::Piece { physical });
         self.trace.add(Object::Mapping);
         Ok(())
@@ -235,8 +250,7 @@ impl Process {
         if physical.types & HANDLE_POSIX == 0 {
             return Err(CUresult::INVALID_VALUE);
         }
-        // The lock that says "in use" is shared by all descriptors of one open file.
-        Ok(OwnedFd::from(physical.file.try_clone().map_err(failed)?).into_raw_fd())
+        Ok(OwnedFd::from(self.file(&physical)?).into_raw_fd())
     }
 
     /// `cuMemExportToShareableHandle` for a fabric handle.
@@ -269,7 +283,7 @@ impl Process {
         let own = lent.try_clone_to_owned().map_err(|_| CUresult::INVALID_VALUE)?;
         let (device, label) = self.ledger.label(&own).ok_or(CUresult::INVALID_VALUE)?;
         let (number, types) = parse_label(&label).ok_or(CUresult::INVALID_VALUE)?;
-        self.import(|each| hex(each.uuid) == device, File::from(own), number, types)
+        self.import(|each| hex(each.uuid) == device, &File::from(own), number, types)
     }
 
     /// `cuMemImportFromShareableHandle` for a fabric handle.
@@ -288,21 +302,20 @@ impl Process {
             return Err(CUresult::INVALID_VALUE);
         }
         let file = self.ledger.find(device, &label(number, types))?;
-        self.import(|each| each.uuid == device, file, number, types)
+        self.import(|each| each.uuid == device, &file, number, types)
     }
 
     fn import(
         &self,
         of_device: impl Fn(&StubDevice) -> bool,
-        file: File,
+        file: &File,
         number: u64,
         types: u32,
     ) -> Answer<CUmemGenericAllocationHandle> {
         let device = self.devices.iter().position(of_device);
         let device = device.and_then(|place| CUdevice::try_from(place).ok());
         let device = device.ok_or(CUresult::INVALID_DEVICE)?;
-        let bytes = file.metadata().map_err(failed)?.len();
-        Ok(self.add_handle(Physical { file, number, bytes, types, device }))
+        self.add_handle(file, number, types, device)
     }
 }
 

@@ -36,8 +36,7 @@ exported! {
         stream.put(handle)
     };
     cuStreamDestroy_v2(stream: Opaque) |process| {
-        let removed = process.objects().streams.remove(&stream);
-        removed.ok_or(CUresult::INVALID_HANDLE)?.end();
+        process.objects().end_stream(stream)?;
         process.trace.remove(Object::Stream);
         Ok(())
     };

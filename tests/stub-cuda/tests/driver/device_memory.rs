@@ -149,3 +149,12 @@ fn devices_are_as_they_were_described() {
         Err(CUresult::INVALID_DEVICE)
     );
 }
+
+#[test]
+fn new_memory_is_not_clear() {
+    let stub = Stub::create().unwrap();
+    let driver = Driver::open(&stub);
+    let memory = driver.allocate(1 << 20).unwrap();
+    let read = driver.read(memory, 1 << 20).unwrap();
+    assert!(read[0] != 0 && read[read.len() - 1] != 0);
+}

@@ -186,6 +186,18 @@ fn a_held_kernel_runs_when_it_is_let_go() {
 }
 
 #[test]
+fn a_destroyed_stream_still_does_its_work_and_memory_waits_for_it() {
+    let stub = Stub::create().unwrap();
+    let rig = Rig::new(&stub);
+    stub.hold_kernels(Some(Whose::Any));
+    rig.launch("gather_int32", &rig.arguments(), 3).unwrap();
+    rig.driver.cuStreamDestroy_v2(rig.stream).unwrap();
+    stub.hold_kernels(None);
+    rig.driver.cuMemFree_v2(rig.packed).unwrap();
+    assert!(rig.done());
+}
+
+#[test]
 fn a_stream_waits_for_a_word() {
     let stub = Stub::create().unwrap();
     let rig = Rig::new(&stub);

@@ -133,6 +133,16 @@ impl State {
             }
             ["take", handle] => drop(driver.open_handle(parse(handle))?),
             ["free"] => driver.cuMemFree_v2(self.memory)?,
+            ["pieces", count] => {
+                let (count, piece) = (count.parse().unwrap(), 2 << 20);
+                let at = driver.reserve(count * piece)?;
+                for place in 0..count {
+                    let handle = driver.create(piece, 1)?;
+                    driver.cuMemMap(at + (place * piece) as u64, piece, 0, handle, 0)?;
+                    driver.cuMemRelease(handle)?;
+                }
+                driver.allow(at, count * piece, 3)?;
+            }
             ["launch"] => {
                 let function = driver.function(driver.load_module()?, "gather_int32")?;
                 let stream = driver.stream()?;

@@ -1,5 +1,6 @@
 //! Memory that processes share, and what the end or the fault of one does to the others.
 
+use std::fs;
 use std::os::unix::process::ExitStatusExt as _;
 
 use statecopy_stub_cuda::{
@@ -11,6 +12,11 @@ use crate::peer::Peer;
 use crate::until;
 
 const ABORTED: i32 = 6;
+
+/// Descriptors that a process has open.
+fn descriptors(peer: &Peer) -> usize {
+    fs::read_dir(format!("/proc/{}/fd", peer.pid())).unwrap().count()
+}
 
 #[test]
 fn a_legacy_handle_is_the_memory_of_another_process() {
@@ -181,4 +187,31 @@ fn under_mps_a_faulted_kernel_hurts_all_and_new_processes_wait_for_their_end() {
     other.kill();
     assert_eq!(new.ask("open"), "0");
     new.hold(100, 1);
+}
+
+#[test]
+fn under_mps_a_process_killed_in_its_kernel_hurts_all_and_an_idle_one_nobody() {
+    let stub = Stub::create().unwrap();
+    stub.set(Knob::Mps, true);
+    let (mut idle, mut busy, mut other) = (Peer::open(&stub), Peer::open(&stub), Peer::open(&stub));
+    idle.kill();
+    other.hold(100, 1);
+    stub.hold_kernels(Some(Whose::Process(busy.pid())));
+    busy.tell("launch");
+    until("the kernel runs", || stub.process(busy.pid()).unwrap().kernels() == 1);
+    busy.kill();
+    assert_eq!(other.ask("hold 100 1"), "700");
+    other.kill();
+    Peer::open(&stub).hold(100, 1);
+}
+
+#[test]
+fn thousands_of_pieces_take_no_descriptor() {
+    let stub = Stub::create().unwrap();
+    let mut peer = Peer::open(&stub);
+    let before = descriptors(&peer);
+    assert_eq!(peer.ask("pieces 3000"), "0");
+    peer.hold(100, 1);
+    assert_eq!(descriptors(&peer), before);
+    assert_eq!(stub.process(peer.pid()).unwrap().live(Object::Mapping), 3000);
 }
