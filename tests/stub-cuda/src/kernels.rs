@@ -83,10 +83,11 @@ fn run_rows(process: &Process, launch: &Launch) -> Answer {
     Ok(())
 }
 
+/// Addresses wrap around, as on a device; what comes of it is looked up.
 fn move_row(memory: &Memory, launch: &Launch, row: u64) -> Answer {
     let arguments = &launch.arguments;
     let (gathers, width) = launch.kernel.facts(arguments);
-    let number = arguments.first_row + row;
+    let number = arguments.first_row.wrapping_add(row);
     let (layer, place) = match (arguments.bases, arguments.selected) {
         (0, _) => (0, number),
         (_, 0) => return Err(CUresult::LAUNCH_FAILED),
@@ -94,14 +95,14 @@ fn move_row(memory: &Memory, launch: &Launch, row: u64) -> Answer {
     };
     let index = index(memory, arguments, place, width)?;
     let wanted = !gathers || flag(memory, arguments, place)?;
-    let packed = arguments.packed + number * arguments.payload;
+    let packed = at(arguments.packed, number, arguments.payload);
     // A grid that is too narrow leaves the rest of each row alone.
-    let bytes = arguments.payload.min(launch.chunks * CHUNK_BYTES);
+    let bytes = arguments.payload.min(launch.chunks.saturating_mul(CHUNK_BYTES));
     let page = u64::try_from(index).ok().filter(|index| *index < arguments.rows && wanted);
     match page {
         Some(page) => {
             let base = base(memory, arguments, layer)?;
-            let state = base + page * arguments.page_stride;
+            let state = at(base, page, arguments.page_stride);
             let (from, to) = if gathers { (state, packed) } else { (packed, state) };
             copy(memory, from, to, bytes)?;
         }
@@ -109,9 +110,14 @@ fn move_row(memory: &Memory, launch: &Launch, row: u64) -> Answer {
         None => {}
     }
     if arguments.row_states != 0 {
-        store(memory, arguments.row_states + row, u8::from(page.is_some()))?;
+        store(memory, at(arguments.row_states, row, 1), u8::from(page.is_some()))?;
     }
     Ok(())
+}
+
+/// The address of an element.
+fn at(first: Address, place: u64, stride: u64) -> Address {
+    first.wrapping_add(place.wrapping_mul(stride))
 }
 
 /// Row 0 of a layer.
@@ -119,14 +125,14 @@ fn base(memory: &Memory, arguments: &Arguments, layer: u64) -> Answer<Address> {
     if arguments.bases == 0 {
         Ok(arguments.base)
     } else {
-        load(memory, arguments.bases + layer * 8)
+        load(memory, at(arguments.bases, layer, 8))
     }
 }
 
 fn index(memory: &Memory, arguments: &Arguments, place: u64, width: u64) -> Answer<i64> {
     if arguments.indices == 0 {
-        let at = mapping::size(place * width);
-        let bytes = arguments.inline_bytes.get(at..at + mapping::size(width));
+        let from = mapping::size(at(0, place, width));
+        let bytes = arguments.inline_bytes.get(from..from.saturating_add(mapping::size(width)));
         let bytes = bytes.ok_or(CUresult::LAUNCH_FAILED)?;
         return match (bytes.try_into(), bytes.try_into()) {
             (Ok(narrow), _) => Ok(i32::from_le_bytes(narrow).into()),
@@ -134,10 +140,10 @@ fn index(memory: &Memory, arguments: &Arguments, place: u64, width: u64) -> Answ
             _ => Err(CUresult::LAUNCH_FAILED),
         };
     }
-    let at = arguments.indices + place * width;
+    let from = at(arguments.indices, place, width);
     match width {
-        4 => load::<i32>(memory, at).map(i64::from),
-        8 => load::<i64>(memory, at),
+        4 => load::<i32>(memory, from).map(i64::from),
+        8 => load::<i64>(memory, from),
         _ => Err(CUresult::LAUNCH_FAILED),
     }
 }
@@ -145,11 +151,11 @@ fn index(memory: &Memory, arguments: &Arguments, place: u64, width: u64) -> Answ
 fn flag(memory: &Memory, arguments: &Arguments, place: u64) -> Answer<bool> {
     match arguments.flags_kind {
         FLAGS_INLINE => {
-            let at = mapping::size(u64::from(arguments.inline_flags_at) + place);
-            let flag = arguments.inline_bytes.get(at).ok_or(CUresult::LAUNCH_FAILED)?;
+            let from = mapping::size(at(u64::from(arguments.inline_flags_at), place, 1));
+            let flag = arguments.inline_bytes.get(from).ok_or(CUresult::LAUNCH_FAILED)?;
             Ok(*flag != 0)
         }
-        FLAGS_ADDRESS => Ok(load::<u8>(memory, arguments.flags + place)? != 0),
+        FLAGS_ADDRESS => Ok(load::<u8>(memory, at(arguments.flags, place, 1))? != 0),
         _ => Ok(true),
     }
 }

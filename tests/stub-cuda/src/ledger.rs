@@ -55,7 +55,7 @@ impl Ledger {
         let estimate = self.estimate(device).map_err(failed)?;
         let mut known = [0; 8];
         estimate.read_exact_at(&mut known, 0).map_err(failed)?;
-        let taken = bytes.next_multiple_of(PAGE_BYTES);
+        let taken = bytes.checked_next_multiple_of(PAGE_BYTES).ok_or(CUresult::OUT_OF_MEMORY)?;
         // The estimate counts what was made since the files were looked at, and not what went.
         let mut used =
             taken.checked_add(u64::from_le_bytes(known)).ok_or(CUresult::OUT_OF_MEMORY)?;

@@ -29,7 +29,7 @@ pub(crate) fn map_private(bytes: u64) -> io::Result<Address> {
 
 /// Takes addresses with nothing behind them, at a multiple of `alignment`.
 pub(crate) fn reserve(bytes: u64, alignment: u64) -> io::Result<Address> {
-    let whole = bytes + alignment;
+    let whole = bytes.checked_add(alignment).ok_or(io::ErrorKind::OutOfMemory)?;
     // SAFETY: a new mapping at an address that the kernel chooses touches no memory of anyone.
     let at =
         unsafe { mmap_anonymous(ptr::null_mut(), size(whole), ProtFlags::empty(), NO_MEMORY) }?;

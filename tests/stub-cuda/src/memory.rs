@@ -246,7 +246,8 @@ impl Process {
             return Err(CUresult::INVALID_VALUE);
         }
         let device = self.context()?;
-        let at = mapping::map_private(bytes.next_multiple_of(PAGE_BYTES)).map_err(failed)?;
+        let whole = bytes.checked_next_multiple_of(PAGE_BYTES).ok_or(CUresult::OUT_OF_MEMORY)?;
+        let at = mapping::map_private(whole).map_err(|_| CUresult::OUT_OF_MEMORY)?;
         self.memory_mut().add(at, bytes, device, Kind::Host);
         self.trace.add(Object::HostAllocation);
         Ok(at)

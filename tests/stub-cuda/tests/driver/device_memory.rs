@@ -66,6 +66,9 @@ fn a_device_runs_out_of_memory_and_has_it_back() {
     driver.cuMemFree_v2(half).unwrap();
     until("the memory is free again", || free() == 1 << 20);
     driver.allocate(1 << 20).unwrap();
+    assert_eq!(driver.allocate(usize::MAX), Err(CUresult::OUT_OF_MEMORY));
+    let host = out(|at| driver.cuMemHostAlloc(at, usize::MAX, 3));
+    assert_eq!(host, Err(CUresult::OUT_OF_MEMORY));
 }
 
 #[test]
