@@ -1,5 +1,6 @@
 //! The exported functions: what C calls, turned into calls of [`Process`](crate::process::Process).
 
+mod compiler;
 mod devices;
 mod entry;
 mod errors;
@@ -64,7 +65,7 @@ impl<T> Copy for In<T> {}
 /// Types that are plain bits, so that a caller's value can be copied.
 pub(crate) trait Plain {}
 impl Plain for u8 {}
-impl Plain for [u8; 4] {}
+impl Plain for u64 {}
 impl Plain for [u8; HANDLE_BYTES] {}
 impl Plain for CUmemAllocationProp {}
 impl Plain for CUmemAccessDesc {}
@@ -95,6 +96,14 @@ impl<T> In<T> {
     /// The same pointer, to something else.
     fn cast<U>(self) -> In<U> {
         In(self.0.map(NonNull::cast))
+    }
+}
+
+impl In<u8> {
+    /// The byte that lies so far on.
+    fn byte(self, place: usize) -> Answer<u8> {
+        // SAFETY: the caller in C says that there are so many bytes.
+        Self(self.0.map(|at| unsafe { at.add(place) })).get()
     }
 }
 

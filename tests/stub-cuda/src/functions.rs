@@ -13,7 +13,7 @@ pub(crate) enum Needs {
 
 macro_rules! functions {
     ($($name:ident: $needs:ident $(, $allocates:ident)?;)*) => {
-        /// A function of the driver, by its exported name.
+        /// A function of the driver or of the compiler, by its exported name.
         #[expect(non_camel_case_types, reason = "the names are the driver's")]
         #[expect(missing_docs, reason = "named and described by cuda.h")]
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -40,7 +40,7 @@ macro_rules! functions {
                 }
             }
 
-            /// Whether it allocates memory or loads code: what no one may do between a seal and the next registration.
+            /// Whether it allocates memory, loads code or compiles: what no one may do between a seal and the next registration.
             #[must_use]
             pub fn allocates(self) -> bool {
                 match self {
@@ -111,6 +111,7 @@ functions! {
     cuModuleUnload: Context;
     cuModuleGetFunction: Context;
     cuLaunchKernel: Context;
+    nvrtcCompileProgram: Driver, allocates;
 }
 
 #[cfg(test)]

@@ -12,11 +12,15 @@
 //! **Invariant.** Memory that a kernel may not touch is `CUDA_ERROR_ILLEGAL_ADDRESS`, for good, and never a crash of the
 //! stub. After that error nothing on any stream is done, and no word says that it was.
 //!
+//! The same library stands in for NVRTC where a test asks for it ([`Stub::provide_compiler`]): its code names the chip that
+//! it is for, and the driver refuses it on another.
+//!
 //! A process finds the folder by `STATECOPY_STUB_CUDA_DIR` ([`Stub::environment`]); without it there is no device. It sees
 //! the devices of the folder, or others in another order by `STATECOPY_STUB_CUDA_DEVICES` ([`StubDevice::describe`]).
 
 mod abi;
 mod attributes;
+mod compiler;
 mod control;
 mod devices;
 mod exports;

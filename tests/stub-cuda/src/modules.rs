@@ -28,13 +28,16 @@ impl Modules {
 }
 
 impl Process {
-    /// `cuModuleLoadData`; `head` is how the image begins.
-    pub(crate) fn load_module(&self, head: [u8; 4]) -> Answer<Opaque> {
+    /// `cuModuleLoadData`, by the image's first byte and the chip that it says it is for.
+    pub(crate) fn load_module(&self, first: u8, architecture: Option<u32>) -> Answer<Opaque> {
         let device = self.context()?;
-        if head == [0; 4] {
+        if first == 0 {
             return Err(CUresult::INVALID_IMAGE);
         }
-        if self.control.is_set(Knob::NoBinary) {
+        let (major, minor) = self.device(device)?.capability;
+        // Machine code runs on chips of its major version, from its minor version on.
+        let runs = |code: u32| code / 10 == major && code % 10 <= minor;
+        if self.control.is_set(Knob::NoBinary) || !architecture.is_none_or(runs) {
             return Err(CUresult::NO_BINARY_FOR_GPU);
         }
         let module = self.control.number() << 4;

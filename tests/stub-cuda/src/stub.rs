@@ -89,6 +89,20 @@ impl Stub {
         self.library_folder().join("libcuda.so.1")
     }
 
+    /// From now on processes with the stub's [`Stub::environment`] find a compiler that stands in for NVRTC.
+    ///
+    /// # Errors
+    /// When the folder cannot be changed.
+    pub fn provide_compiler(&self) -> io::Result<()> {
+        symlink(stub_library(), self.compiler())
+    }
+
+    /// The compiler, where it was provided.
+    #[must_use]
+    pub fn compiler(&self) -> PathBuf {
+        self.library_folder().join("libnvrtc.so.13")
+    }
+
     /// What a process needs in its environment to use the stub wherever it opens `libcuda.so.1`.
     #[must_use]
     #[expect(clippy::disallowed_methods, reason = "the loader's path is added to, not replaced")]

@@ -6,6 +6,7 @@ use statecopy_kernels::cuda::arguments::Arguments;
 
 use super::{In, Out, exported};
 use crate::abi::{CUdeviceptr, CUresult, Opaque};
+use crate::compiler;
 use crate::kernels::Launch;
 use crate::process::Answer;
 use crate::streams::{Stream, Work};
@@ -65,8 +66,10 @@ exported! {
         stream.push(Work::Wait { at: address, value, flags });
         Ok(())
     };
-    cuModuleLoadData(module: Out<Opaque>, image: In<[u8; 4]>) |process| {
-        module.put(process.load_module(image.get()?)?)
+    cuModuleLoadData(module: Out<Opaque>, image: In<u8>) |process| {
+        let first = image.get()?;
+        let architecture = compiler::architecture_of(|place| image.byte(place).unwrap_or(0));
+        module.put(process.load_module(first, architecture)?)
     };
     cuModuleUnload(module: Opaque) |process| process.unload_module(module);
     cuModuleGetFunction(function: Out<Opaque>, module: Opaque, name: In<c_char>) |process| {

@@ -6,6 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 mod calls;
+mod compiler;
 mod device_memory;
 mod launches;
 mod peer;

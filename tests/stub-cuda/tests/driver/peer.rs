@@ -10,6 +10,7 @@ use statecopy_kernels::cuda::arguments::Arguments;
 use statecopy_stub_cuda::{CUresult, Stub};
 
 use crate::calls::{Answer, Driver, Handle, out};
+use crate::compiler::compile;
 
 /// Set for a process that is a peer.
 const ROLE: &str = "STUB_CUDA_TEST_PEER";
@@ -143,6 +144,7 @@ impl State {
                 }
                 driver.allow(at, count * piece, 3)?;
             }
+            ["compile", arch] => return compile(driver, arch),
             ["launch"] => {
                 let function = driver.function(driver.load_module()?, "gather_int32")?;
                 let stream = driver.stream()?;
