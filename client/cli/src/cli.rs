@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, Parser, Subcommand};
 use statecopy_client::{ADDRESS_VARIABLE, Address, ConnectOptions};
+use statecopy_kernels::cuda::compile::Arch;
 
 use crate::failure::Failure;
 use crate::replay::scheduler::CHUNK_ALIGNMENT;
@@ -41,6 +42,8 @@ pub(crate) enum Command {
     Status(StatusOptions),
     /// Ask a daemon for a sign of life; the exit code is 0 only when it answers
     Ping(PingOptions),
+    /// Compile the kernels of GPUs ahead of time, and look at what is compiled
+    Kernels(KernelsOptions),
     #[command(hide = true)]
     DemoWorker(WorkerOptions),
     #[command(hide = true)]
@@ -259,6 +262,73 @@ pub(crate) struct BenchReportOptions {
     /// Records of runs; each is reported by itself, and its plot is FILE with the ending .svg
     #[arg(value_name = "FILE", required = true)]
     pub(crate) files: Vec<PathBuf>,
+}
+
+/// `statecopy kernels`.
+///
+/// A daemon on a GPU compiles its kernels when a worker registers the first layer of their class, and keeps them in a store on
+/// disk. With a store that was filled before, it compiles nothing and needs no compiler: fill one when an image is built, on any
+/// machine, with or without a GPU.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  statecopy kernels build --arch sm_90,sm_100 --all --store /opt/statecopy/kernels
+                                            every kernel there is, for Hopper and Blackwell
+  statecopy kernels build --arch sm_90 --preset kimi-k3-tp8
+                                            only what a model needs, in the store of this user
+  statecopy kernels list                    what is there
+  statecopy kernels verify                  exit code 1 when a file is damaged
+
+`build` needs NVRTC, NVIDIA's run-time compiler: `pip install nvidia-cuda-nvrtc` puts it into
+site-packages/nvidia/*/lib (name that with --nvrtc), a CUDA toolkit has it too.")]
+pub(crate) struct KernelsOptions {
+    #[command(subcommand)]
+    pub(crate) command: KernelsCommand,
+}
+
+/// What to do with compiled kernels.
+#[derive(Debug, Subcommand)]
+pub(crate) enum KernelsCommand {
+    /// Compile kernels into a store; what is there already is left alone
+    Build(KernelsBuildOptions),
+    /// Show what a store holds
+    List(KernelsStoreOptions),
+    /// Check every file of a store; the exit code is 1 when one is damaged
+    Verify(KernelsStoreOptions),
+}
+
+/// `statecopy kernels build`.
+#[derive(Debug, Args)]
+#[command(group = clap::ArgGroup::new("which").required(true).multiple(true).args(["preset", "all"]))]
+pub(crate) struct KernelsBuildOptions {
+    /// The chips: sm_ and the compute capability, as in sm_80 (A100), sm_90 (H100, H200) or sm_100 (B200)
+    #[arg(long, value_name = "ARCH", value_delimiter = ',', required = true)]
+    pub(crate) arch: Vec<Arch>,
+    /// The kernels that layers of these cache layouts need
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub(crate) preset: Vec<Preset>,
+    /// Every kernel there is: any layout, any type
+    #[arg(long)]
+    pub(crate) all: bool,
+    /// Compile again what is there already
+    #[arg(long)]
+    pub(crate) force: bool,
+    /// The directory of libnvrtc.so; without it the system's loader looks (LD_LIBRARY_PATH, then the usual places)
+    #[arg(long, value_name = "DIR")]
+    pub(crate) nvrtc: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) store: KernelsStoreOptions,
+}
+
+/// Which store of compiled kernels.
+#[derive(Debug, Args)]
+pub(crate) struct KernelsStoreOptions {
+    /// The store, a directory [default: $XDG_CACHE_HOME/statecopy/kernels, or ~/.cache/statecopy/kernels]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) store: Option<PathBuf>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 /// The other side of the benchmark's ping-pong.

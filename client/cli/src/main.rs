@@ -1,7 +1,7 @@
 //! `statecopy`: the command line of the state copy daemon.
 //!
 //! `demo` and `replay` show the whole path with a daemon of their own, `bench` measures it, `status` and `ping` ask a running
-//! one. The program also is that daemon and its device process: it starts itself again.
+//! one; `kernels` compiles ahead of time what a daemon on a GPU needs. The program also is that daemon and its device process: it starts itself again.
 #![forbid(unsafe_code)]
 
 mod ask;
@@ -9,6 +9,7 @@ mod bench;
 mod cli;
 mod demo;
 mod failure;
+mod kernels;
 mod replay;
 mod spawn;
 mod status;
@@ -29,6 +30,7 @@ fn main() -> ExitCode {
         Command::Bench(options) => bench::run(&options),
         Command::Status(options) => status::run(&options),
         Command::Ping(options) => ask::ping(&options),
+        Command::Kernels(options) => kernels::run(&options),
         Command::DemoWorker(options) => return demo::worker::run(&options),
         Command::BenchPeer(options) => return bench::peer::be_peer(&options),
         Command::Daemon(options) => return spawn::be_daemon(options),

@@ -10,6 +10,7 @@
 
 mod artifact;
 
+use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File, Metadata};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -28,18 +29,28 @@ const SUFFIX: &str = ".cubin";
 /// Files of one class that are looked at.
 const FILES_MAX: usize = 1_024;
 
+/// The store of a user, from the values of `XDG_CACHE_HOME` and `HOME`; without either, that of the system.
+#[must_use]
+pub fn default_directory(cache_home: Option<&OsStr>, home: Option<&OsStr>) -> PathBuf {
+    let absolute = |value: Option<&OsStr>| value.map(PathBuf::from).filter(|it| it.is_absolute());
+    absolute(cache_home)
+        .or_else(|| absolute(home).map(|home| home.join(".cache")))
+        .unwrap_or_else(|| PathBuf::from("/var/cache"))
+        .join("statecopy/kernels")
+}
+
 /// Why a store, or one file of it, cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// The operating system refuses.
-    #[error("{} cannot be {what}: {source}", path.display())]
+    #[error("{} cannot be {what}: {reason}", path.display())]
     Io {
         /// The file or directory.
         path: PathBuf,
         /// `read`, `written` or `created`.
         what: &'static str,
         /// Why.
-        source: io::Error,
+        reason: io::Error,
     },
     /// Somebody else could put code there.
     #[error("{} is not trusted as a place of machine code: {why}", path.display())]
@@ -76,7 +87,7 @@ impl StoreError {
 
     fn io(path: &Path, what: &'static str) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_owned();
-        move |source| Self::Io { path, what, source }
+        move |reason| Self::Io { path, what, reason }
     }
 }
 
@@ -112,8 +123,8 @@ impl Store {
         let directory = directory.into();
         let metadata = fs::metadata(&directory).map_err(StoreError::io(&directory, "read"))?;
         if !metadata.is_dir() {
-            let source = io::Error::from(io::ErrorKind::NotADirectory);
-            return Err(StoreError::Io { path: directory, what: "read", source });
+            let reason = io::Error::from(io::ErrorKind::NotADirectory);
+            return Err(StoreError::Io { path: directory, what: "read", reason });
         }
         trust(&directory, &metadata)?;
         Ok(Self { directory })

@@ -54,6 +54,16 @@ fn what_is_saved_is_loaded_and_is_for_this_user_alone() {
 }
 
 #[test]
+fn each_user_has_a_store_and_so_has_the_system() {
+    let directory = |cache: Option<&str>, home: Option<&str>| {
+        default_directory(cache.map(OsStr::new), home.map(OsStr::new))
+    };
+    assert_eq!(directory(Some("/c"), Some("/h")), Path::new("/c/statecopy/kernels"));
+    assert_eq!(directory(Some("relative"), Some("/h")), Path::new("/h/.cache/statecopy/kernels"));
+    assert_eq!(directory(None, None), Path::new("/var/cache/statecopy/kernels"));
+}
+
+#[test]
 fn a_damaged_file_is_named_and_never_used() {
     let (_directory, store) = new_store();
     let key = key(HOPPER, "nvrtc-13.0");
