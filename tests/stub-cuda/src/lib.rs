@@ -7,7 +7,7 @@
 //!
 //! **What it is not.** It is no emulator: it runs no code of an image and knows only the five kernels of statecopy. It
 //! proves the order of calls, clean-up and faults, and never speed. What NVIDIA's header leaves open is answered here as
-//! well as is known; a device has the last word.
+//! well as is known; a device has the last word, and `answers.py` asks it the same questions.
 //!
 //! **Invariant.** Memory that a kernel may not touch is `CUDA_ERROR_ILLEGAL_ADDRESS`, for good, and never a crash of the
 //! stub. After that error nothing on any stream is done, and no word says that it was.

@@ -3,7 +3,7 @@
 use std::ptr;
 
 use statecopy_kernels::cuda::arguments::{
-    Arguments, DIRECTION_SCATTER, FLAGS_ADDRESS, FLAGS_INLINE,
+    Arguments, CHUNK_BYTES, DIRECTION_SCATTER, FLAGS_ADDRESS, FLAGS_INLINE,
 };
 use statecopy_stub_cuda::{CUresult, Knob, Stub, Whose};
 
@@ -128,6 +128,21 @@ fn a_part_of_a_batch_moves_its_rows_and_no_others() {
     rig.run("gather_int32", &arguments, 2).unwrap();
     assert_eq!(rig.packed(), [77, 77, 77, 77, 5, 6, 101, 102, 77, 77, 77, 77]);
     assert_eq!(rig.states(3), [1, 1, 0]);
+}
+
+#[test]
+fn a_grid_that_is_too_narrow_leaves_the_end_of_a_row_alone() {
+    let stub = Stub::create().unwrap();
+    let rig = Rig::new(&stub);
+    let chunk = usize::try_from(CHUNK_BYTES).unwrap();
+    let cache = rig.driver.holding(&vec![1; chunk + 100]);
+    let packed = rig.driver.holding(&vec![2; chunk + 100]);
+    let payload = CHUNK_BYTES + 100;
+    let arguments = Arguments { base: cache, packed, payload, rows: 1, ..rig.arguments() };
+    rig.run("gather_int32", &arguments, 1).unwrap();
+    let read = rig.driver.read(packed, chunk + 100).unwrap();
+    assert!(read[..chunk].iter().all(|byte| *byte == 1));
+    assert!(read[chunk..].iter().all(|byte| *byte == 2));
 }
 
 #[test]
