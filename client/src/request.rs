@@ -87,8 +87,10 @@ impl<'a> Request<'a> {
         self
     }
 
-    /// How long the copy may wait for its start; without it
-    /// [`ConnectOptions::call_timeout`](crate::ConnectOptions::call_timeout).
+    /// How long the copy may wait for its start, counted from this call, wherever it waits (by a clock that may let
+    /// it start some milliseconds late); without it
+    /// [`ConnectOptions::call_timeout`](crate::ConnectOptions::call_timeout). One that is taken later is DEADLINE_EXCEEDED: nothing
+    /// moved. A copy of no rows may be answered however late, and so may one that a device process had begun and died.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = Some(deadline);

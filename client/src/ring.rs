@@ -24,7 +24,9 @@ use statecopy_descriptors::Doorbell;
 use statecopy_kernels::device::Moved;
 use statecopy_kernels::host::cpus_allowed;
 use statecopy_proto::{Refusal, RefusalCode};
-use statecopy_session::{Identity, Looked, Sequence, SessionMemory, Spin, Watch};
+use statecopy_session::{
+    DaemonClock, Identity, Looked, MonotonicNs, Sequence, SessionMemory, Spin, Watch,
+};
 use tokio::sync::{Notify, oneshot};
 use tokio::time::timeout;
 
@@ -97,11 +99,12 @@ impl RingCopies {
         if memory.identity() != identity {
             return Err(unusable("it belongs to another session".to_owned()));
         }
+        let clock = DaemonClock::new(descriptors.asked_at, memory.made_at(), MonotonicNs::now());
         let bell = Doorbell::from_fd(descriptors.executor_bell)
             .map_err(|error| unusable(error.to_string()))?;
         let submitter = memory.submitter(bell);
         let watch = submitter.watch();
-        let state = State::new(submitter, memory.parameters(), identity.session);
+        let state = State::new(submitter, memory.parameters(), identity.session, clock);
         let ring = Ring {
             state: Mutex::new(state),
             freed: Condvar::new(),

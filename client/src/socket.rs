@@ -12,6 +12,7 @@ use statecopy_proto::descriptor_socket::{
     RECORD_BYTES_MAX, Token, WorkerRecord,
 };
 use statecopy_proto::{Refusal, RefusalCode};
+use statecopy_session::MonotonicNs;
 use tokio::sync::Semaphore;
 use tokio::time::timeout_at;
 
@@ -47,6 +48,8 @@ pub(crate) enum Silence {
 pub(crate) struct RingDescriptors {
     pub(crate) memory: OwnedFd,
     pub(crate) executor_bell: OwnedFd,
+    /// This process's clock before the daemon was asked for them.
+    pub(crate) asked_at: MonotonicNs,
 }
 
 impl DescriptorSocket {
@@ -63,6 +66,7 @@ impl DescriptorSocket {
             device_process: Mutex::default(),
             ended: Mutex::default(),
         };
+        let asked_at = MonotonicNs::now();
         let (answer, descriptors) = timeout_at(call.deadline, async {
             socket.send(&WorkerRecord::Attach { token }, &[]).await?;
             socket.receive(ATTACHED_DESCRIPTORS).await
@@ -79,7 +83,7 @@ impl DescriptorSocket {
         let [memory, executor_bell, device_process]: [OwnedFd; ATTACHED_DESCRIPTORS as usize] =
             descriptors.try_into().map_err(|_| ProtocolError::UnexpectedRecord)?;
         *lock(&socket.device_process) = Some(device_process);
-        Ok((socket, Some(RingDescriptors { memory, executor_bell })))
+        Ok((socket, Some(RingDescriptors { memory, executor_bell, asked_at })))
     }
 
     /// A connection that is attached, and the device process behind it.

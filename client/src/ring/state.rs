@@ -2,12 +2,13 @@
 
 use std::mem;
 use std::sync::Arc;
+use std::time::Duration;
 
 use statecopy_kernels::device::Moved;
 use statecopy_proto::{IndexWidth, Refusal, RefusalCode, SessionId};
 use statecopy_session::{
-    CopyRequest, FlagSource, IndexSource, Indices, MonotonicNs, Packed, Parameters, PollError,
-    Progress, Sequence, Subject, SubmitError, Submitter,
+    CopyRequest, DaemonClock, FlagSource, IndexSource, Indices, MonotonicNs, Packed, Parameters,
+    PollError, Progress, Sequence, Subject, SubmitError, Submitter,
 };
 use tokio::sync::oneshot;
 use zerocopy::IntoBytes;
@@ -64,10 +65,18 @@ pub(super) struct State {
     /// Entries that are nobody's.
     given_up: usize,
     session: SessionId,
+    clock: DaemonClock,
+    /// By how much the coarse clock may be behind.
+    tick: Duration,
 }
 
 impl State {
-    pub(super) fn new(submitter: Submitter, parameters: Parameters, session: SessionId) -> Self {
+    pub(super) fn new(
+        submitter: Submitter,
+        parameters: Parameters,
+        session: SessionId,
+        clock: DaemonClock,
+    ) -> Self {
         let entries = std::iter::repeat_with(|| None).take(parameters.slots() as usize).collect();
         Self {
             submitter,
@@ -78,6 +87,8 @@ impl State {
             tasks: 0,
             given_up: 0,
             session,
+            clock,
+            tick: MonotonicNs::coarse_tick(),
         }
     }
 
@@ -138,7 +149,13 @@ impl State {
                 FlagSource::Shared { region: at.region, offset: at.offset }
             }
         };
-        let nanoseconds = u64::try_from(copy.deadline.as_nanos()).unwrap_or(u64::MAX);
+        // What moves nothing is never late. A precise clock would cost a small copy more than a deadline is worth to it.
+        let (submitted_at, deadline) = if copy.selected == 0 {
+            (MonotonicNs(0), MonotonicNs::NEVER)
+        } else {
+            let now = self.clock.at(MonotonicNs::coarse());
+            (now, now.after(copy.deadline.saturating_add(self.tick)))
+        };
         CopyRequest {
             session: self.session,
             binding: copy.binding,
@@ -154,8 +171,8 @@ impl State {
             indices: Indices { width, source },
             flags,
             lane: copy.lane,
-            deadline: MonotonicNs(nanoseconds),
-            submitted_at: MonotonicNs(0),
+            deadline,
+            submitted_at,
         }
     }
 

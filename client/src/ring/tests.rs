@@ -72,6 +72,7 @@ fn rig(spin: Duration) -> Rig {
     let descriptors = RingDescriptors {
         memory: sealed.try_clone_fd().unwrap(),
         executor_bell: Doorbell::create().unwrap().try_clone_fd().unwrap(),
+        asked_at: MonotonicNs(0),
     };
     let copies = RingCopies::open(descriptors, identity(), spin, socket).unwrap();
     let packed = Memory::allocate("packed", 4096).unwrap();
@@ -173,7 +174,10 @@ fn a_copy_arrives_as_it_was_asked_for_and_its_answer_comes_back() {
         assert_eq!(request.binding, BindingId(5));
         assert_eq!((request.selected, request.lane), (3, Lane(4)));
         assert_eq!(request.packed.bytes, 48);
-        assert_eq!(request.deadline.0, 3_000_000_000, "a duration: the clocks may differ");
+        let wait = request.deadline.since(request.submitted_at);
+        assert!(wait >= Duration::from_secs(3) && wait < Duration::from_secs(4), "{wait:?}");
+        let age = MonotonicNs::now().since(request.submitted_at);
+        assert!(age < PATIENCE, "the daemon's clock is this one: {age:?}");
         let mut indices = [0; 12];
         executor.copy_inline(taken.sequence, 0, &mut indices);
         assert_eq!(indices[4..8], (-1_i32).to_ne_bytes());
@@ -414,6 +418,7 @@ fn a_ring_of_another_session_is_not_used() {
     let descriptors = RingDescriptors {
         memory: rig.sealed.try_clone_fd().unwrap(),
         executor_bell: Doorbell::create().unwrap().try_clone_fd().unwrap(),
+        asked_at: MonotonicNs(0),
     };
     let (_daemon, worker) = Connection::pair().unwrap();
     let socket = Arc::new(DescriptorSocket::attached(worker, rig.device_process.pidfd()));

@@ -224,8 +224,8 @@ impl<D: Device> Station<D> {
         Ok(true)
     }
 
-    /// The time at which a request is taken, where anything depends on it: a worker's deadline is a duration from now, and of
-    /// nothing selected nothing is measured. A clock costs more than the rest of an empty request.
+    /// The time at which a request is taken, where anything depends on it: what moves nothing is never late, and nothing of it is
+    /// measured. A clock costs more than the rest of an empty request.
     fn begun(&self, taken: &Taken) -> MonotonicNs {
         match self.scope {
             Scope::Session(_) if taken.descriptor.selected == 0 => MonotonicNs(0),
@@ -240,7 +240,8 @@ impl<D: Device> Station<D> {
         sessions: &Sessions<D>,
         launcher: &D::Launcher,
     ) -> Result<Job<D>, Fault> {
-        if self.ring.deaths(taken.sequence) >= DEATHS_MAX {
+        let deaths = self.ring.deaths(taken.sequence);
+        if deaths >= DEATHS_MAX {
             return Err(Fault::of(RefusalCode::DeviceLost));
         }
         match self.closing {
@@ -252,14 +253,13 @@ impl<D: Device> Station<D> {
             Closing::Emptying(left) => self.closing = Closing::Emptying(left - 1),
         }
         let mut request = taken.descriptor.parse()?;
+        if deaths > 0 {
+            // It may have started under the dead executor: it must run again, however late.
+            request.deadline = MonotonicNs::NEVER;
+        }
         let session = match self.scope {
             Scope::Supervisor => request.session,
-            Scope::Session(session) => {
-                // A worker need not share this machine's clock: its deadline is a duration from now.
-                request.deadline = MonotonicNs(begun.0.saturating_add(request.deadline.0));
-                request.submitted_at = begun;
-                session
-            }
+            Scope::Session(session) => session,
         };
         let hook_epoch = sessions.look_for_hooks(launcher);
         let table = sessions.table(session);

@@ -397,7 +397,7 @@ fn a_workers_ring_speaks_for_its_own_session_only() {
     let mut rig = Rig::registered();
     let (_memory, ring) = open_ring(&mut rig, SessionId(2));
     let mut request = rig.gather(1, &[0]);
-    request.deadline = MonotonicNs(1_000_000_000);
+    request.deadline = MonotonicNs::now().after(Duration::from_secs(60));
     let supervisors = std::mem::replace(&mut rig.ring, ring);
     assert_eq!(rig.run(&request, &[0]), Err(RefusalCode::SessionUnknown), "session 1 is another's");
     rig.ring = supervisors;
@@ -466,6 +466,32 @@ fn a_supervisor_that_does_not_read_stops_no_copy_and_loses_no_news_of_broken_rin
 }
 
 #[test]
+fn what_waited_in_a_workers_ring_past_its_deadline_never_starts_unless_it_may_have_before() {
+    for (began, outcome) in [(false, Err(RefusalCode::DeadlineExceeded)), (true, Ok(1))] {
+        let mut rig = Rig::registered();
+        let identity = Identity { incarnation: Incarnation::new([7; 16]), session: WORKER };
+        let parameters = Parameters::for_rows(8, 64).unwrap();
+        let (_sealed, memory) = SessionMemory::create(parameters, identity).unwrap();
+        let bell = Doorbell::create().unwrap();
+        let mut ring = memory.submitter(bell.try_clone().unwrap());
+        let mut request = rig.gather(1, &[0]);
+        // As long as it took until a device process looked.
+        request.deadline = MonotonicNs::now();
+        let sequence = ring.try_submit(&request, &0_i32.to_ne_bytes(), &[]).unwrap();
+        let mut dead = memory.executor(Waker::Futex);
+        dead.take().unwrap().unwrap();
+        if began {
+            dead.accept(sequence);
+        }
+        let executor = memory.resume_executor(Waker::Futex);
+        rig.preparer.open_session(WORKER, executor, bell).unwrap();
+        let answer = ring.wait(sequence, Spin::NONE, Duration::from_secs(10)).unwrap().unwrap();
+        let rows = answer.result.map(|moved| moved.rows_copied).map_err(|fault| fault.code);
+        assert_eq!(rows, outcome);
+    }
+}
+
+#[test]
 fn a_copy_runs_again_after_one_death_and_is_lost_after_the_second() {
     for (deaths, outcome) in [(1, Ok(1)), (2, Err(RefusalCode::DeviceLost))] {
         let mut rig = Rig::registered();
@@ -475,7 +501,7 @@ fn a_copy_runs_again_after_one_death_and_is_lost_after_the_second() {
         let bell = Doorbell::create().unwrap();
         let mut ring = memory.submitter(bell.try_clone().unwrap());
         let mut request = rig.gather(1, &[0]);
-        request.deadline = MonotonicNs(1_000_000_000);
+        request.deadline = MonotonicNs::now().after(Duration::from_secs(60));
         let sequence = ring.try_submit(&request, &0_i32.to_ne_bytes(), &[]).unwrap();
         for _ in 0..deaths {
             let mut dead = memory.resume_executor(Waker::Futex);
@@ -499,7 +525,7 @@ fn a_drain_serves_what_was_submitted_and_refuses_what_comes_later() {
     let mut rig = Rig::registered();
     let (_memory, ring) = open_ring(&mut rig, WORKER);
     rig.preparer.register(WORKER, registration(), &mut |_| {}).unwrap();
-    let request = CopyRequest { deadline: MonotonicNs(60_000_000_000), ..rig.gather(1, &[0]) };
+    let request = rig.gather(1, &[0]);
     let supervisors = std::mem::replace(&mut rig.ring, ring);
     let index = 0_i32.to_ne_bytes();
     let early: Vec<_> =

@@ -17,10 +17,12 @@
 use statecopy_proto::{Incarnation, SessionId};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use crate::clock::MonotonicNs;
+
 /// The first eight bytes.
 pub const MAGIC: [u8; 8] = *b"scsessio";
 /// Version of everything in this module and in [`crate::CopyDescriptor`]. Another version is another layout.
-pub const ABI_VERSION: u32 = 1;
+pub const ABI_VERSION: u32 = 2;
 
 /// Bytes of the header.
 pub const HEADER_BYTES: u32 = 128;
@@ -217,8 +219,8 @@ pub struct Header {
     pub session: u64,
     /// The daemon's life.
     pub incarnation: [u8; 16],
-    /// Zero.
-    pub reserved: u64,
+    /// The daemon's CLOCK_MONOTONIC when it made the memory, in nanoseconds.
+    pub made_at_ns: u64,
 }
 
 const _: () = assert!(size_of::<Header>() == HEADER_BYTES as usize);
@@ -229,11 +231,12 @@ const _: () = assert!(std::mem::offset_of!(Header, submitter_offset) == 40);
 const _: () = assert!(std::mem::offset_of!(Header, inline_offset) == 80);
 const _: () = assert!(std::mem::offset_of!(Header, session) == 96);
 const _: () = assert!(std::mem::offset_of!(Header, incarnation) == 104);
+const _: () = assert!(std::mem::offset_of!(Header, made_at_ns) == 120);
 
 impl Header {
-    /// The header of a memory with these parameters.
+    /// The header of a memory with these parameters that was made then.
     #[must_use]
-    pub fn new(parameters: Parameters, identity: Identity) -> Self {
+    pub fn new(parameters: Parameters, identity: Identity, made_at: MonotonicNs) -> Self {
         Self {
             magic: MAGIC,
             abi_version: ABI_VERSION,
@@ -253,7 +256,7 @@ impl Header {
             line_bytes: LINE_BYTES,
             session: identity.session.0,
             incarnation: *identity.incarnation.as_bytes(),
-            reserved: 0,
+            made_at_ns: made_at.0,
         }
     }
 }

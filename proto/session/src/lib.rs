@@ -45,7 +45,7 @@ pub use ring::{RingBroken, RingFull, Sequence, StateBroken, WakeCount};
 #[cfg(not(loom))]
 pub use self::{
     answer::{Answer, AnswerError, Moved},
-    clock::MonotonicNs,
+    clock::{DaemonClock, MonotonicNs},
     descriptor::{
         CopyDescriptor, CopyRequest, FlagSource, IndexSource, Indices, InlineRanges, Packed,
     },

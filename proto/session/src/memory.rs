@@ -1,5 +1,6 @@
 //! The session memory itself: made by the daemon, opened by its peer, mapped by both.
 
+use std::mem::offset_of;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -7,6 +8,7 @@ use statecopy_descriptors::{Doorbell, Mapping, MemoryError, SealedMemory, file_b
 use statecopy_proto::{Incarnation, SessionId};
 use zerocopy::{FromBytes, IntoBytes};
 
+use crate::clock::MonotonicNs;
 use crate::executor::{Executor, Waker};
 use crate::layout::{
     ABI_VERSION, COMPLETION_ANSWER, COMPLETION_STATE, EXECUTOR_SLEEPING, Header, Identity,
@@ -71,7 +73,8 @@ impl SessionMemory {
     ) -> Result<(SealedMemory, Self), SessionMemoryError> {
         let sealed = SealedMemory::create("statecopy-session", parameters.total_bytes())?;
         let mapping = sealed.map()?;
-        let written = mapping.write(0, Header::new(parameters, identity).as_bytes());
+        let header = Header::new(parameters, identity, MonotonicNs::now());
+        let written = mapping.write(0, header.as_bytes());
         assert_eq!(written, Ok(()), "a session memory holds its header");
         Ok((sealed, Self { mapping: Arc::new(mapping), parameters, identity }))
     }
@@ -112,7 +115,8 @@ impl SessionMemory {
             incarnation: Incarnation::new(header.incarnation),
             session: SessionId(header.session),
         };
-        if header != Header::new(parameters, identity) || header.total_bytes != bytes {
+        let made_at = MonotonicNs(header.made_at_ns);
+        if header != Header::new(parameters, identity, made_at) || header.total_bytes != bytes {
             return Err(SessionMemoryError::Header { bytes });
         }
         Ok(Self { mapping: Arc::new(mapping), parameters, identity })
@@ -128,6 +132,14 @@ impl SessionMemory {
     #[must_use]
     pub fn identity(&self) -> Identity {
         self.identity
+    }
+
+    /// The daemon's clock when it made the memory, as the header says now: for the peer, whom it tells how far its own clock is
+    /// from the daemon's.
+    #[must_use]
+    pub fn made_at(&self) -> MonotonicNs {
+        let at = offset_of!(Header, made_at_ns) as u64;
+        MonotonicNs(Word64::new(inside(self.mapping.atomic_u64(at))).load_relaxed())
     }
 
     /// The mapped bytes.

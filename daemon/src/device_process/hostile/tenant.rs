@@ -16,7 +16,7 @@ use statecopy_kernels::reference;
 use statecopy_proto::{
     BindingId, DataType, Direction, IndexWidth, RegionId, SessionId, SignatureHash,
 };
-use statecopy_session::{CopyDescriptor, CopyRequest, FlagSource, IndexSource};
+use statecopy_session::{CopyDescriptor, CopyRequest, FlagSource, IndexSource, MonotonicNs};
 
 use super::guarded::Guarded;
 use super::input::random_bytes;
@@ -198,16 +198,23 @@ impl Tenant {
         memory.model[at..at + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// Whether a request is to be served, by the rules of the contract. `inline` is its slot's inline space.
-    pub(super) fn judge(&self, descriptor: &CopyDescriptor, inline: &[u8]) -> Option<Job> {
+    /// Whether a request is to be served, by the rules of the contract. `inline` is its slot's inline space; one that `began`
+    /// under an executor that died is never late.
+    pub(super) fn judge(
+        &self,
+        descriptor: &CopyDescriptor,
+        inline: &[u8],
+        began: bool,
+    ) -> Option<Job> {
         let request = descriptor.parse().ok()?;
         let at = self.targets.iter().position(|it| it.binding == request.binding)?;
         let target = &self.targets[at];
+        let now = if request.selected == 0 { MonotonicNs(0) } else { MonotonicNs::now() };
         let fits = request.signature == target.signature
             && request.selected <= SELECTED_MAX
             && request.packed.dtype == target.dtype().number()
             && request.packed.bytes == target.packed_bytes(request.selected)
-            && request.deadline.0 > 0;
+            && (began || request.deadline > now);
         if !fits {
             return None;
         }

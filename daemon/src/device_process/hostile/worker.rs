@@ -280,7 +280,7 @@ impl Worker {
         }
         let at = index(self.inline_at(sequence));
         let inline = &self.model[at..at + index(INLINE_BYTES.into())];
-        let Some(job) = self.tenant.judge(descriptor, inline) else {
+        let Some(job) = self.tenant.judge(descriptor, inline, deaths > 0) else {
             return self.refused(sequence, None);
         };
         if job.request.selected > 0 {

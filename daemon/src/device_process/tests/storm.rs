@@ -98,8 +98,7 @@ fn a_storm_over_one_session_memory_leaves_every_other_copy_right() {
         }
         rig.preparer.register(HOSTILE, registration(), &mut |_| {}).unwrap();
         let (memory, mut ring) = open_ring(&mut rig, HOSTILE);
-        let deadline = MonotonicNs(60_000_000_000);
-        let request = CopyRequest { deadline, ..rig.gather(3, &[0, 1, 2]) };
+        let request = rig.gather(3, &[0, 1, 2]);
         thread::scope(|scope| {
             let storm = scope.spawn(|| {
                 assert!(ride(&memory, &mut ring, &request, round) > 0);

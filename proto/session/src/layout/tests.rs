@@ -30,7 +30,7 @@ fn the_page_tells_every_field_of_the_header() {
     let fields = offsets!(Header:
         magic, abi_version, header_bytes, total_bytes, slots, inline_bytes, descriptor_bytes,
         completion_bytes, submitter_offset, executor_offset, timeline_offset, completions_offset,
-        descriptors_offset, inline_offset, lanes, line_bytes, session, incarnation, reserved,
+        descriptors_offset, inline_offset, lanes, line_bytes, session, incarnation, made_at_ns,
     );
     assert_eq!(rows("Header"), fields);
 }

@@ -575,17 +575,18 @@ fn forged(bytes: u64, header: &[u8]) -> OwnedFd {
 fn only_the_daemons_own_layout_is_opened() {
     let parameters = parameters(4, 4096);
     let bytes = parameters.total_bytes();
-    let header = Header::new(parameters, identity());
+    let header = Header::new(parameters, identity(), MonotonicNs(5));
     let open = |bytes, header: Header| SessionMemory::open(forged(bytes, header.as_bytes()));
     let opened = open(bytes, header).unwrap();
     assert_eq!((opened.parameters(), opened.identity()), (parameters, identity()));
+    assert_eq!(opened.made_at(), MonotonicNs(5));
 
     let small = SessionMemory::open(forged(64, &[0; 64]));
     assert!(matches!(small, Err(SessionMemoryError::TooSmall { bytes: 64 })));
     let other = open(bytes, Header { magic: *b"whatever", ..header });
     assert!(matches!(other, Err(SessionMemoryError::Magic)));
     let newer = open(bytes, Header { abi_version: ABI_VERSION + 1, ..header });
-    assert!(matches!(newer, Err(SessionMemoryError::AbiVersion { found: 2 })));
+    assert!(matches!(newer, Err(SessionMemoryError::AbiVersion { found: 3 })));
     let slots = open(bytes, Header { slots: 5, ..header });
     let wrong = LayoutError::Slots(5);
     assert!(matches!(slots, Err(SessionMemoryError::Parameters(error)) if error == wrong));
@@ -594,7 +595,6 @@ fn only_the_daemons_own_layout_is_opened() {
         Header { total_bytes: bytes + 1, ..header },
         Header { inline_offset: 0, ..header },
         Header { descriptor_bytes: 256, ..header },
-        Header { reserved: 1, ..header },
     ];
     for header in contradictions {
         assert!(matches!(open(bytes, header), Err(SessionMemoryError::Header { .. })));
