@@ -41,10 +41,10 @@ constexpr u64 CALLS = 100;      // in one graph
 constexpr u64 MEMCPY = 8ull << 30;
 
 struct alignas(16) Arguments {
-    u64 bases, base, packed, indices, flags, row_states, rows, page_stride, payload, selected, first_row;
-    u32 direction, index_width, flags_kind, inline_flags_at;
-    u64 reserved;
-    unsigned char inline_bytes[3888];
+    u32 shape, first_row;
+    u64 base, packed, indices, page_stride, payload, rows, bases, flags, row_states;
+    u32 selected, inline_flags_at, direction, index_width;
+    unsigned char inline_bytes[3904];
 };
 static_assert(sizeof(Arguments) == 4000, "as in state_copy.cu");
 
@@ -198,9 +198,10 @@ Arguments arguments(u64 selected, u64 at, From from, bool row_states) {
     a.rows = ROWS;
     a.page_stride = PAGE;
     a.payload = PAYLOAD;
-    a.selected = selected;
+    a.selected = u32(selected);
     a.index_width = 4;
     a.row_states = row_states ? states_at : 0;
+    a.shape = (row_states ? 16 : 0) | (from == From::Inline ? 2 : 0);
     switch (from) {
     case From::Inline: std::memcpy(a.inline_bytes, rows.data() + at, selected * 4); break;
     case From::Device: a.indices = device_indices + at * 4; break;
@@ -222,7 +223,7 @@ Launch ours(CUfunction function, u32 threads, u64 chunk, From from, bool row_sta
     };
 }
 
-std::vector<std::string> options(u32 threads, u64 chunk, int load, int store, u32 inline_bytes = 3888) {
+std::vector<std::string> options(u32 threads, u64 chunk, int load, int store, u32 inline_bytes = 3904) {
     const auto define = [](const char* name, u64 value) { return "-D" + std::string(name) + "=" + std::to_string(value); };
     return {define("FUSED", 1), define("ITEM_BYTES", 4), define("VECTOR_BYTES", 16), define("EVEN", 1),
             define("THREADS", threads), define("CHUNK_BYTES", chunk), define("LOAD_HINT", u64(load)),
@@ -268,13 +269,12 @@ std::vector<Kernel> our_kernels(const std::string& source, const std::string& ar
     };
     struct Shape { u32 threads; u64 chunk; int load, store; };
     const Shape shapes[] = {
-        {256, 8192, 0, 0}, {128, 4096, 0, 0}, {128, 8192, 0, 0}, {256, 4096, 0, 0}, {256, 16384, 0, 0},
+        {128, 4096, 0, 0}, {256, 8192, 0, 0}, {128, 8192, 0, 0}, {256, 4096, 0, 0}, {256, 16384, 0, 0},
         {512, 8192, 0, 0}, {512, 16384, 0, 0}, {512, 32768, 0, 0}, {1024, 16384, 0, 0}, {1024, 32768, 0, 0},
         {256, 32768, 0, 0}, {128, 16384, 0, 0},
         {256, 8192, 1, 0}, {256, 8192, 2, 0}, {256, 8192, 3, 0}, {256, 8192, 4, 0}, {256, 8192, 5, 0},
         {256, 8192, 0, 1}, {256, 8192, 0, 2}, {256, 8192, 1, 1}, {256, 8192, 4, 1}, {256, 8192, 4, 2},
-        {256, 16384, 1, 1}, {256, 16384, 4, 0}, {256, 16384, 4, 1}, {512, 16384, 4, 0}, {512, 16384, 4, 1},
-        {512, 16384, 1, 1}, {128, 8192, 4, 1}, {128, 4096, 4, 0}, {1024, 16384, 4, 1},
+        {512, 16384, 1, 1}, {128, 8192, 4, 1}, {128, 4096, 4, 0}, {128, 4096, 1, 1}, {128, 4096, 4, 1},
     };
     for (const Shape& shape : shapes) {
         const CUmodule module = compile(source, arch, options(shape.threads, shape.chunk, shape.load, shape.store));
@@ -288,11 +288,11 @@ std::vector<Kernel> our_kernels(const std::string& source, const std::string& ar
             add(label + " inline, row states", ours(gather, shape.threads, shape.chunk, From::Inline, true));
             add(label + " device, row states", ours(gather, shape.threads, shape.chunk, From::Device, true));
             add(label + " pinned indices", ours(gather, shape.threads, shape.chunk, From::Pinned, false));
-            const CUmodule small = compile(source, arch, options(256, 8192, 0, 0, 144));
-            // 144 bytes hold 36 indices: with more the kernel reads them from the device.
+            const CUmodule small = compile(source, arch, options(128, 4096, 0, 0, 160));
+            // 160 bytes hold 40 indices: with more the kernel reads them from the device.
             const CUfunction small_gather = entry(small, "gather_int32");
-            add("ours 256x8192 ld0 st0 256-byte argument", [=](u64 selected, u64 at) {
-                ours(small_gather, 256, 8192, selected <= 36 ? From::Inline : From::Device, false)(selected, at);
+            add("ours 128x4096 ld0 st0 256-byte argument", [=](u64 selected, u64 at) {
+                ours(small_gather, 128, 4096, selected <= 36 ? From::Inline : From::Device, false)(selected, at);
             });
         }
         add(label, ours(entry(module, "scatter_int32"), shape.threads, shape.chunk, From::Device, false), false);
@@ -420,8 +420,8 @@ void write_and_poll() {
 }
 
 void print_host_completed(const std::string& source, const std::string& arch) {
-    const CUmodule large = compile(source + DONE_ENTRY, arch, options(256, 8192, 0, 0));
-    const CUmodule small = compile(source + DONE_ENTRY, arch, options(256, 8192, 0, 0, 144));
+    const CUmodule large = compile(source + DONE_ENTRY, arch, options(128, 4096, 0, 0));
+    const CUmodule small = compile(source + DONE_ENTRY, arch, options(128, 4096, 0, 0, 160));
     struct Scheme { const char* label; std::function<void(u64, u64)> run; };
     std::vector<Scheme> schemes;
     const CUfunction large_gather = entry(large, "gather_int32"), small_gather = entry(small, "gather_int32");
@@ -431,7 +431,7 @@ void print_host_completed(const std::string& source, const std::string& arch) {
             Arguments a = arguments(selected, at, from, false);
             u64 value = ++ticket;
             void* parameters[] = {&a, &finished, &word_at, &value};
-            CHECK(cuLaunchKernel(function, u32(PAYLOAD / 8192), u32(selected), 1, 256, 1, 1, 0, stream, parameters, nullptr));
+            CHECK(cuLaunchKernel(function, u32(PAYLOAD / 4096), u32(selected), 1, 128, 1, 1, 0, stream, parameters, nullptr));
             poll(value);
         };
     };
@@ -447,11 +447,11 @@ void print_host_completed(const std::string& source, const std::string& arch) {
             write_and_poll();
         };
     };
-    const Launch inline_large = ours(large_gather, 256, 8192, From::Inline, false);
+    const Launch inline_large = ours(large_gather, 128, 4096, From::Inline, false);
     const Launch inline_small = [=](u64 selected, u64 at) {
-        ours(small_gather, 256, 8192, selected <= 36 ? From::Inline : From::Device, false)(selected, at);
+        ours(small_gather, 128, 4096, selected <= 36 ? From::Inline : From::Device, false)(selected, at);
     };
-    const Launch pinned_small = ours(small_gather, 256, 8192, From::Pinned, false);
+    const Launch pinned_small = ours(small_gather, 128, 4096, From::Pinned, false);
     schemes.push_back({"launch, synchronise            parameter 4000", synchronised(inline_large)});
     schemes.push_back({"launch, synchronise            parameter 256*", synchronised(inline_small)});
     schemes.push_back({"launch, synchronise            pinned indices", synchronised(pinned_small)});
@@ -459,17 +459,11 @@ void print_host_completed(const std::string& source, const std::string& arch) {
     schemes.push_back({"  the same again (control)", written(inline_large)});
     schemes.push_back({"launch, write word, poll       parameter 256*", written(inline_small)});
     schemes.push_back({"launch, write word, poll       pinned indices", written(pinned_small)});
-    schemes.push_back({"  4000, row states in pinned memory", written(ours(large_gather, 256, 8192, From::Inline, true))});
+    schemes.push_back({"  4000, row states in pinned memory", written(ours(large_gather, 128, 4096, From::Inline, true))});
     schemes.push_back({"  indices copied to the device first", [=](u64 selected, u64 at) {
         CHECK(cuMemcpyHtoDAsync(device_indices + at * 4, pinned_indices + at, selected * 4, stream));
-        ours(small_gather, 256, 8192, From::Device, false)(selected, at);
+        ours(small_gather, 128, 4096, From::Device, false)(selected, at);
         write_and_poll();
-    }});
-    schemes.push_back({"  write without a memory barrier", [=](u64 selected, u64 at) {
-        inline_large(selected, at);
-        ticket++;
-        CHECK(cuStreamWriteValue64(stream, word_at, ticket, CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER));
-        poll(ticket);
     }});
     schemes.push_back({"last block writes, poll        parameter 4000", done(large_done, From::Inline)});
     schemes.push_back({"last block writes, poll        parameter 256*", [=](u64 selected, u64 at) {
@@ -507,7 +501,7 @@ void print_host_completed(const std::string& source, const std::string& arch) {
         for (int round = 0; round < 2000; round++) {
             Arguments a = arguments(1, 0, From::Inline, false);
             const double from = now_us();
-            launch_ours(function, 256, 8192, a, 1);
+            launch_ours(function, 128, 4096, a, 1);
             samples.push_back(now_us() - from);
             CHECK(cuStreamSynchronize(stream));
         }
@@ -518,7 +512,7 @@ void print_host_completed(const std::string& source, const std::string& arch) {
 // --- a batch in parts -------------------------------------------------------------------------------------------------
 
 void print_batch(const std::string& source, const std::string& arch, double one_layer_us) {
-    const CUfunction gather = entry(compile(source, arch, options(256, 8192, 0, 0)), "gather_int32");
+    const CUfunction gather = entry(compile(source, arch, options(128, 4096, 0, 0)), "gather_int32");
     const u64 all = LAYERS * BATCH_SELECTED;
     // `depth` parts are under way at once.
     const auto run = [&](u64 part_rows, u64 depth, u64 at) {
@@ -527,13 +521,14 @@ void print_batch(const std::string& source, const std::string& arch, double one_
         for (u64 s = 0; s < BATCH_SELECTED; s++) selected[s] = int((at * BATCH_SELECTED + s) % 170);
         std::memcpy(a.inline_bytes, selected, sizeof selected);
         a.bases = bases;
+        a.shape |= 1;
         a.rows = 170;
         std::vector<u64> tickets;
         size_t answered = 0;
         for (u64 first = 0; first < all; first += part_rows) {
             if (tickets.size() - answered == depth) poll(tickets[answered++]);
-            a.first_row = first;
-            launch_ours(gather, 256, 8192, a, std::min(part_rows, all - first));
+            a.first_row = u32(first);
+            launch_ours(gather, 128, 4096, a, std::min(part_rows, all - first));
             tickets.push_back(++ticket);
             CHECK(cuStreamWriteValue64(stream, word_at, ticket, CU_STREAM_WRITE_VALUE_DEFAULT));
         }

@@ -12,26 +12,30 @@ use std::mem::{offset_of, size_of};
 use statecopy_proto::{Direction, IndexWidth};
 
 /// Threads of a block.
-pub const THREADS: u32 = 256;
-/// Bytes of a row that one block moves.
-pub const CHUNK_BYTES: u64 = 8_192;
+pub const THREADS: u32 = 128;
+/// Bytes of a row that one block moves: two 16-byte words a thread.
+pub const CHUNK_BYTES: u64 = 4_096;
 /// Rows of one launch: what the y axis of a grid holds (65,535), rounded down.
 pub const ROWS_PER_LAUNCH_MAX: u64 = 32_768;
-/// Bytes of [`Arguments`]. A kernel parameter holds 4,096.
+/// Bytes of [`Arguments`]. A kernel parameter holds 4,096; that most are not looked at costs nothing (H200).
 pub const ARGUMENTS_BYTES: usize = 4_000;
 /// Bytes for indices and flags that travel with the launch.
-pub const INLINE_BYTES_MAX: usize = ARGUMENTS_BYTES - 112;
+pub const INLINE_BYTES_MAX: usize = ARGUMENTS_BYTES - 96;
 
 /// [`Arguments::direction`] of a gather.
 pub const DIRECTION_GATHER: u32 = 0;
 /// [`Arguments::direction`] of a scatter.
 pub const DIRECTION_SCATTER: u32 = 1;
-/// [`Arguments::flags_kind`]: every valid row.
-pub const FLAGS_NONE: u32 = 0;
-/// [`Arguments::flags_kind`]: at `inline_flags_at` of `inline_bytes`.
-pub const FLAGS_INLINE: u32 = 1;
-/// [`Arguments::flags_kind`]: at the address `flags`.
-pub const FLAGS_ADDRESS: u32 = 2;
+/// [`Arguments::shape`]: several layers, whose addresses stand in the table `bases`.
+pub const SHAPE_BATCH: u32 = 1;
+/// [`Arguments::shape`]: the indices are the first bytes of `inline_bytes`.
+pub const SHAPE_INDICES_INLINE: u32 = 2;
+/// [`Arguments::shape`]: flags begin at `inline_flags_at` of `inline_bytes`.
+pub const SHAPE_FLAGS_INLINE: u32 = 4;
+/// [`Arguments::shape`]: flags begin at the address `flags`.
+pub const SHAPE_FLAGS_ADDRESS: u32 = 8;
+/// [`Arguments::shape`]: `row_states` are asked for.
+pub const SHAPE_ROW_STATES: u32 = 16;
 
 macro_rules! arguments {
     ($($(#[$doc:meta])* $name:ident: $type:ty,)*) => {
@@ -49,39 +53,37 @@ macro_rules! arguments {
 }
 
 arguments! {
-    /// Address of the table of row-0 addresses, one a layer; 0 when there is one layer.
-    bases: u64,
-    /// Address of row 0 of the one layer; ignored where `bases` is not 0.
+    /// Bits of [`SHAPE_BATCH`] and its like: what of the rest is looked at. It and the next six fields lie in one line of
+    /// the constants that a block fetches before it does anything: each further line costs a small copy about 0.1 us.
+    shape: u32,
+    /// The first of the `L * selected` rows that this launch moves.
+    first_row: u32,
+    /// Address of row 0 of the one layer.
     base: u64,
     /// Address of the packed buffer `[L, selected, payload]`, whole: of row 0, whatever `first_row` is.
     packed: u64,
-    /// Address of `selected` indices; 0 when they are the first bytes of `inline_bytes`.
+    /// Address of `selected` indices.
     indices: u64,
-    /// Address of `selected` flags where `flags_kind` is [`FLAGS_ADDRESS`].
-    flags: u64,
-    /// Address of one byte a row of this launch: 1 copied, 0 masked. 0 when nobody asks: who has the indices and flags
-    /// knows as much without it.
-    row_states: u64,
-    /// Rows of a cache: an index is valid in `0..rows`.
-    rows: u64,
     /// Bytes from one row of a cache to the next.
     page_stride: u64,
     /// Bytes of one state.
     payload: u64,
+    /// Rows of a cache: an index is valid in `0..rows`.
+    rows: u64,
+    /// Address of the table of row-0 addresses, one a layer.
+    bases: u64,
+    /// Address of `selected` flags. A scatter ignores flags.
+    flags: u64,
+    /// Address of one byte a row of this launch: 1 copied, 0 masked. Who has the indices and flags knows as much without it.
+    row_states: u64,
     /// Selected rows of each layer; at least 1.
-    selected: u64,
-    /// The first of the `L * selected` rows that this launch moves.
-    first_row: u64,
+    selected: u32,
+    /// Where flags begin in `inline_bytes`.
+    inline_flags_at: u32,
     /// [`DIRECTION_GATHER`] or [`DIRECTION_SCATTER`]. Only `byte_copy` reads it.
     direction: u32,
     /// Bytes of an index: 4 or 8. Only `byte_copy` reads it.
     index_width: u32,
-    /// Where flags are. A scatter ignores them.
-    flags_kind: u32,
-    /// Where flags begin in `inline_bytes`.
-    inline_flags_at: u32,
-    /// Nothing; keeps `inline_bytes` on a multiple of 16.
-    reserved: u64,
     /// Indices, then flags, as far as they travel with the launch.
     inline_bytes: [u8; INLINE_BYTES_MAX],
 }
@@ -94,22 +96,21 @@ impl Arguments {
     #[must_use]
     pub const fn zeroed() -> Self {
         Self {
-            bases: 0,
+            shape: 0,
+            first_row: 0,
             base: 0,
             packed: 0,
             indices: 0,
-            flags: 0,
-            row_states: 0,
-            rows: 0,
             page_stride: 0,
             payload: 0,
+            rows: 0,
+            bases: 0,
+            flags: 0,
+            row_states: 0,
             selected: 0,
-            first_row: 0,
+            inline_flags_at: 0,
             direction: DIRECTION_GATHER,
             index_width: 4,
-            flags_kind: FLAGS_NONE,
-            inline_flags_at: 0,
-            reserved: 0,
             inline_bytes: [0; INLINE_BYTES_MAX],
         }
     }
@@ -201,7 +202,7 @@ mod tests {
         assert_eq!(grid(1, 1), Some([1, 1]));
         assert_eq!(grid(CHUNK_BYTES, 2), Some([1, 2]));
         assert_eq!(grid(CHUNK_BYTES + 1, ROWS_PER_LAUNCH_MAX), Some([2, 32_768]));
-        assert_eq!(grid(786_432, 64), Some([96, 64]));
+        assert_eq!(grid(786_432, 64), Some([192, 64]));
         assert_eq!(grid(786_432, ROWS_PER_LAUNCH_MAX + 1), None);
         assert_eq!(grid(786_432, 0), None);
         assert_eq!(grid(0, 1), None);

@@ -463,7 +463,7 @@ mod tests {
     fn the_source_is_whole_and_its_hash_follows_it() {
         let source = source();
         for part in [
-            "#define THREADS 256\n",
+            "#define THREADS 128\n",
             "gather_int64(",
             "byte_copy(",
             "static_assert(sizeof(Arguments) == 4000",

@@ -10,8 +10,8 @@ use statecopy_proto::{Direction, IndexWidth};
 
 use super::CudaDevice;
 use super::arguments::{
-    Arguments, FLAGS_ADDRESS, FLAGS_INLINE, FLAGS_NONE, ROWS_PER_LAUNCH_MAX, THREADS,
-    direction_number, grid,
+    Arguments, ROWS_PER_LAUNCH_MAX, SHAPE_BATCH, SHAPE_FLAGS_ADDRESS, SHAPE_FLAGS_INLINE,
+    SHAPE_INDICES_INLINE, SHAPE_ROW_STATES, THREADS, direction_number, grid,
 };
 use super::context::Context;
 use super::driver::DriverError;
@@ -90,12 +90,13 @@ impl CudaLauncher {
 
         let arguments = &mut *self.arguments;
         (arguments.bases, arguments.base) = launch.caches.addresses();
+        arguments.shape = if arguments.bases == 0 { 0 } else { SHAPE_BATCH };
         arguments.packed = packed;
         arguments.rows = layout.rows();
         arguments.page_stride = layout.page_stride_bytes();
         arguments.payload = payload;
-        arguments.selected = launch.selected;
-        arguments.first_row = part.start;
+        arguments.selected = number(launch.selected);
+        arguments.first_row = number(part.start);
         arguments.direction = direction_number(launch.direction);
         arguments.index_width = match launch.indices.width() {
             IndexWidth::Int32 => 4,
@@ -124,17 +125,19 @@ impl CudaLauncher {
             room[index_bytes..index_bytes + flag_bytes].copy_from_slice(private);
         }
         let pinned = self.words.inputs_address(slot);
-        arguments.indices = match &launch.indices {
-            Indices::Shared(_, shared) => address(shared),
-            Indices::Int32(_) | Indices::Int64(_) if inline => 0,
-            Indices::Int32(_) | Indices::Int64(_) => pinned,
+        let (index_shape, indices) = match &launch.indices {
+            Indices::Shared(_, shared) => (0, address(shared)),
+            Indices::Int32(_) | Indices::Int64(_) if inline => (SHAPE_INDICES_INLINE, 0),
+            Indices::Int32(_) | Indices::Int64(_) => (0, pinned),
         };
-        (arguments.flags_kind, arguments.flags) = match flags {
-            Flags::None => (FLAGS_NONE, 0),
-            Flags::Shared(shared) => (FLAGS_ADDRESS, address(shared)),
-            Flags::Inline(_) if inline => (FLAGS_INLINE, 0),
-            Flags::Inline(_) => (FLAGS_ADDRESS, pinned + index_bytes as u64),
+        let (flag_shape, flags) = match flags {
+            Flags::None => (0, 0),
+            Flags::Shared(shared) => (SHAPE_FLAGS_ADDRESS, address(shared)),
+            Flags::Inline(_) if inline => (SHAPE_FLAGS_INLINE, 0),
+            Flags::Inline(_) => (SHAPE_FLAGS_ADDRESS, pinned + index_bytes as u64),
         };
+        arguments.shape |= index_shape | flag_shape;
+        (arguments.indices, arguments.flags) = (indices, flags);
         arguments.inline_flags_at = u32::try_from(index_bytes).unwrap_or(u32::MAX);
     }
 
@@ -166,10 +169,10 @@ impl Launcher<CudaDevice> for CudaLauncher {
         hooks::at_launch(variant);
         let rows = launch.part.end - launch.part.start;
         let copied = known_copied(launch);
-        self.arguments.row_states = match copied {
-            Some(_) => 0,
-            None => self.words.states_address(slot),
-        };
+        if copied.is_none() {
+            self.arguments.shape |= SHAPE_ROW_STATES;
+            self.arguments.row_states = self.words.states_address(slot);
+        }
         if rows > 0 {
             let shape = grid(self.arguments.payload, rows);
             let shape =
@@ -229,6 +232,12 @@ impl Drop for CudaLauncher {
 
 fn slot_of(ticket: u64) -> usize {
     usize::try_from(ticket % TICKETS_MAX as u64).expect("a small number")
+}
+
+/// A count of rows. A request of more than 32 bits of them would move at least 4 GiB of packed bytes past any bound that the
+/// daemon sets on layers and selected rows.
+fn number(rows: u64) -> u32 {
+    u32::try_from(rows).expect("layers and selected rows are bounded settings")
 }
 
 /// The first byte of a slice, which lies in its region.

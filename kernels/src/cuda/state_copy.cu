@@ -21,31 +21,37 @@ typedef unsigned long long u64;
 #define STORE_HINT 0
 #endif
 #ifndef INLINE_BYTES
-#define INLINE_BYTES 3888
+#define INLINE_BYTES 3904
 #endif
 
+// What every launch reads stands first, in the line of constants that a block has to fetch anyhow.
 struct alignas(16) Arguments {
-    u64 bases;
+    u32 shape;
+    u32 first_row;
     u64 base;
     u64 packed;
     u64 indices;
-    u64 flags;
-    u64 row_states;
-    u64 rows;
     u64 page_stride;
     u64 payload;
-    u64 selected;
-    u64 first_row;
+    u64 rows;
+    u64 bases;
+    u64 flags;
+    u64 row_states;
+    u32 selected;
+    u32 inline_flags_at;
     u32 direction;
     u32 index_width;
-    u32 flags_kind;
-    u32 inline_flags_at;
-    u64 reserved;
     u8 inline_bytes[INLINE_BYTES];
 };
 
 enum : u32 { DIRECTION_GATHER = 0, DIRECTION_SCATTER = 1 };
-enum : u32 { FLAGS_NONE = 0, FLAGS_INLINE = 1, FLAGS_ADDRESS = 2 };
+enum : u32 {
+    SHAPE_BATCH = 1,
+    SHAPE_INDICES_INLINE = 2,
+    SHAPE_FLAGS_INLINE = 4,
+    SHAPE_FLAGS_ADDRESS = 8,
+    SHAPE_ROW_STATES = 16
+};
 static_assert(ITEM_BYTES <= VECTOR_BYTES && VECTOR_BYTES <= 16, "a vector holds an item");
 
 // Loads and stores name the global space (device memory, or host memory that the driver pinned): from integers the compiler
@@ -87,7 +93,7 @@ __device__ __forceinline__ void store(u64 address, uint4 value) {
         asm volatile(LOAD SUFFIX " %0, [%1];" : "=" REGISTER(value) : "l"(address));                   \
     }                                                                                                  \
     __device__ __forceinline__ void load_once(T& value, u64 address) {                                 \
-        asm volatile("ld.volatile.global" SUFFIX " %0, [%1];" : "=" REGISTER(value) : "l"(address));   \
+        asm volatile("ld.global" SUFFIX " %0, [%1];" : "=" REGISTER(value) : "l"(address));            \
     }                                                                                                  \
     __device__ __forceinline__ void store(u64 address, T value) {                                      \
         asm volatile(STORE SUFFIX " [%0], %1;" :: "l"(address), REGISTER(value) : "memory");           \
@@ -105,7 +111,7 @@ __device__ __forceinline__ void load(Byte& byte, u64 address) {
     asm volatile(LOAD ".u8 %0, [%1];" : "=h"(byte.value) : "l"(address));
 }
 __device__ __forceinline__ void load_once(Byte& byte, u64 address) {
-    asm volatile("ld.volatile.global.u8 %0, [%1];" : "=h"(byte.value) : "l"(address));
+    asm volatile("ld.global.u8 %0, [%1];" : "=h"(byte.value) : "l"(address));
 }
 __device__ __forceinline__ void store(u64 address, Byte byte) {
     asm volatile(STORE ".u8 [%0], %1;" :: "l"(address), "h"(byte.value) : "memory");
@@ -118,63 +124,41 @@ template <> struct Word<4> { typedef u32 type; };
 template <> struct Word<8> { typedef u64 type; };
 template <> struct Word<16> { typedef uint4 type; };
 
-// The selected row of cache that a row of the request names.
-struct Choice {
-    long long index;
-    bool flagged;
-};
-
-__device__ __forceinline__ long long loaded_index(u64 indices, u64 s, u32 index_width) {
+// The row of the cache that a selected row names. What comes with the launch cannot change. What lies in memory that others
+// write is loaded once by each thread, which checks and uses that one value: to have one thread load it and share it cost
+// 0.1 us a launch (H200), and the address of each thread is checked either way.
+__device__ __forceinline__ long long index_of(const Arguments& a, u32 s, u32 index_width) {
+    if (a.shape & SHAPE_INDICES_INLINE) {
+        return index_width == 4 ? reinterpret_cast<const int*>(a.inline_bytes)[s]
+                                : reinterpret_cast<const long long*>(a.inline_bytes)[s];
+    }
     if (index_width == 4) {
         u32 narrow;
-        load_once(narrow, indices + s * 4);
+        load_once(narrow, a.indices + static_cast<u64>(s) * 4);
         return static_cast<int>(narrow);
     }
     u64 wide;
-    load_once(wide, indices + s * 8);
+    load_once(wide, a.indices + static_cast<u64>(s) * 8);
     return static_cast<long long>(wide);
 }
 
-__device__ __forceinline__ Choice choose(const Arguments& a, u64 s, u32 index_width, bool flags) {
-    Choice choice;
-    if (a.indices == 0) {
-        choice.index = index_width == 4 ? reinterpret_cast<const int*>(a.inline_bytes)[s]
-                                        : reinterpret_cast<const long long*>(a.inline_bytes)[s];
-    } else {
-        choice.index = loaded_index(a.indices, s, index_width);
+__device__ __forceinline__ bool flag_of(const Arguments& a, u32 s) {
+    if (a.shape & SHAPE_FLAGS_INLINE) {
+        return a.inline_bytes[a.inline_flags_at + s] != 0;
     }
-    choice.flagged = true;
-    if (flags && a.flags_kind == FLAGS_INLINE) {
-        choice.flagged = a.inline_bytes[a.inline_flags_at + s] != 0;
-    } else if (flags && a.flags_kind == FLAGS_ADDRESS) {
-        Byte flag;
-        load_once(flag, a.flags + s);
-        choice.flagged = flag.value != 0;
-    }
-    return choice;
-}
-
-// The same choice in every thread of the block. What comes with the launch cannot change: every thread reads it. What lies
-// in memory that others write is loaded by one thread, once, and its value is shared.
-__device__ __forceinline__ Choice choose_once(const Arguments& a, u64 s, u32 index_width, bool flags) {
-    if (a.indices == 0 && !(flags && a.flags_kind == FLAGS_ADDRESS)) {
-        return choose(a, s, index_width, flags);
-    }
-    __shared__ Choice shared;
-    if (threadIdx.x == 0) {
-        shared = choose(a, s, index_width, flags);
-    }
-    __syncthreads();
-    return shared;
+    Byte flag;
+    load_once(flag, a.flags + s);
+    return flag.value != 0;
 }
 
 // One chunk in words of BYTES, to which both sides are aligned: a few loads of each thread, then their stores.
-template <u32 BYTES> __device__ __forceinline__ void move(u64 destination, u64 source, u64 payload, bool clear) {
+template <u32 BYTES>
+__device__ __forceinline__ void move(u64 destination, u64 source, u64 payload, bool clear, u32 chunk, u32 thread) {
     constexpr u32 STEP = THREADS * BYTES;
     constexpr u32 WORDS = CHUNK_BYTES / STEP;
     constexpr u32 BATCH = WORDS < 8 ? WORDS : 8;
     static_assert(WORDS * STEP == CHUNK_BYTES && WORDS % BATCH == 0, "a chunk is a whole number of batches");
-    u64 begin = static_cast<u64>(blockIdx.x) * CHUNK_BYTES + threadIdx.x * BYTES;
+    u64 begin = static_cast<u64>(chunk) * CHUNK_BYTES + thread * BYTES;
 #pragma unroll 1
     for (u32 batch = 0; batch < WORDS / BATCH; batch++, begin += BATCH * STEP) {
         typename Word<BYTES>::type words[BATCH] = {};
@@ -195,47 +179,62 @@ template <u32 BYTES> __device__ __forceinline__ void move(u64 destination, u64 s
     }
 }
 
-// The widest words to which both sides are aligned: a page stride may put a row on any multiple of the item.
-template <u32 BYTES>
-__device__ __forceinline__ void move_aligned(u64 destination, u64 source, u64 payload, bool clear) {
-    if constexpr (BYTES > ITEM_BYTES) {
-        if ((destination | source) % BYTES != 0) {
-            return move_aligned<BYTES / 2>(destination, source, payload, clear);
+// The widest words narrower than BYTES to which both sides are aligned: a page stride may put a row on any multiple of the
+// item. Apart from the usual path, which begins sooner the fewer lines of instructions it has to fetch.
+template <u32 BYTES> __device__ __noinline__ void move_narrow(u64 destination, u64 source, u64 payload, bool clear) {
+    if constexpr (BYTES / 2 > ITEM_BYTES) {
+        if ((destination | source) % (BYTES / 2) != 0) {
+            return move_narrow<BYTES / 2>(destination, source, payload, clear);
         }
     }
-    move<BYTES>(destination, source, payload, clear);
+    move<BYTES / 2>(destination, source, payload, clear, blockIdx.x, threadIdx.x);
+}
+
+// Where row 0 of a layer is, and which of the selected rows a row of the request is.
+struct Place {
+    u64 base;
+    u32 s;
+};
+
+__device__ __noinline__ Place place_in_batch(u64 bases, u32 selected, u32 row) {
+    const u32 layer = row / selected;
+    Place place;
+    load(place.base, bases + static_cast<u64>(layer) * 8);
+    place.s = row - layer * selected;
+    return place;
 }
 
 __device__ __forceinline__ void state_copy(const Arguments& a, u32 direction, u32 index_width) {
+    // Asked for early: the answer takes a while.
+    u32 chunk, thread;
+    asm volatile("mov.u32 %0, %%ctaid.x;\n\tmov.u32 %1, %%tid.x;" : "=r"(chunk), "=r"(thread));
     const bool gather = direction == DIRECTION_GATHER;
-    const u64 row = a.first_row + blockIdx.y;
-    u64 base = a.base;
-    u64 s = row;
-    if (a.bases != 0) {
-        u64 layer;
-        if (((row | a.selected) >> 32) == 0) {
-            layer = static_cast<u32>(row) / static_cast<u32>(a.selected);
-        } else {
-            layer = row / a.selected;
-        }
-        s = row - layer * a.selected;
-        load(base, a.bases + layer * 8);
+    const u32 row = a.first_row + blockIdx.y;
+    Place place = {a.base, row};
+    if (a.shape & SHAPE_BATCH) {
+        place = place_in_batch(a.bases, a.selected, row);
     }
-    const Choice choice = choose_once(a, s, index_width, gather);
+    const long long index = index_of(a, place.s, index_width);
     // A negative index is a huge one here.
-    const bool chosen = choice.flagged && static_cast<u64>(choice.index) < a.rows;
-    if (a.row_states != 0 && blockIdx.x == 0 && threadIdx.x == 0) {
+    bool chosen = static_cast<u64>(index) < a.rows;
+    if (gather && (a.shape & (SHAPE_FLAGS_INLINE | SHAPE_FLAGS_ADDRESS))) {
+        chosen = flag_of(a, place.s) && chosen;
+    }
+    if (gather || chosen) {
+        const u64 cache = place.base + static_cast<u64>(index) * a.page_stride;
+        const u64 packed = a.packed + static_cast<u64>(row) * a.payload;
+        // A row that is cleared has no source.
+        const u64 source = gather && chosen ? cache : packed;
+        const u64 destination = gather ? packed : cache;
+        if (VECTOR_BYTES > ITEM_BYTES && (destination | source) % VECTOR_BYTES != 0) {
+            move_narrow<VECTOR_BYTES>(destination, source, a.payload, !chosen);
+        } else {
+            move<VECTOR_BYTES>(destination, source, a.payload, !chosen, chunk, thread);
+        }
+    }
+    if ((a.shape & SHAPE_ROW_STATES) && chunk == 0 && thread == 0) {
         store(a.row_states + blockIdx.y, Byte{chosen});
     }
-    if (!gather && !chosen) {
-        return;
-    }
-    const u64 cache = base + static_cast<u64>(choice.index) * a.page_stride;
-    const u64 packed = a.packed + row * a.payload;
-    // A row that is cleared has no source.
-    const u64 source = gather && chosen ? cache : packed;
-    const u64 destination = gather ? packed : cache;
-    move_aligned<VECTOR_BYTES>(destination, source, a.payload, !chosen);
 }
 
 // As many blocks as hold 2,048 threads, what a multiprocessor runs at once.

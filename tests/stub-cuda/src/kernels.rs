@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::thread;
 
 use statecopy_kernels::cuda::arguments::{
-    Arguments, CHUNK_BYTES, DIRECTION_GATHER, FLAGS_ADDRESS, FLAGS_INLINE,
+    Arguments, CHUNK_BYTES, DIRECTION_GATHER, SHAPE_BATCH, SHAPE_FLAGS_ADDRESS, SHAPE_FLAGS_INLINE,
+    SHAPE_INDICES_INLINE, SHAPE_ROW_STATES,
 };
 
 use crate::abi::CUresult;
@@ -87,8 +88,8 @@ fn run_rows(process: &Process, launch: &Launch) -> Answer {
 fn move_row(memory: &Memory, launch: &Launch, row: u64) -> Answer {
     let arguments = &launch.arguments;
     let (gathers, width) = launch.kernel.facts(arguments);
-    let number = arguments.first_row.wrapping_add(row);
-    let (layer, place) = match (arguments.bases, arguments.selected) {
+    let number = u64::from(arguments.first_row).wrapping_add(row);
+    let (layer, place) = match (arguments.shape & SHAPE_BATCH, u64::from(arguments.selected)) {
         (0, _) => (0, number),
         (_, 0) => return Err(CUresult::LAUNCH_FAILED),
         (_, selected) => (number / selected, number % selected),
@@ -109,7 +110,7 @@ fn move_row(memory: &Memory, launch: &Launch, row: u64) -> Answer {
         None if gathers => clear(memory, packed, bytes)?,
         None => {}
     }
-    if arguments.row_states != 0 {
+    if arguments.shape & SHAPE_ROW_STATES != 0 {
         store(memory, at(arguments.row_states, row, 1), u8::from(page.is_some()))?;
     }
     Ok(())
@@ -122,7 +123,7 @@ fn at(first: Address, place: u64, stride: u64) -> Address {
 
 /// Row 0 of a layer.
 fn base(memory: &Memory, arguments: &Arguments, layer: u64) -> Answer<Address> {
-    if arguments.bases == 0 {
+    if arguments.shape & SHAPE_BATCH == 0 {
         Ok(arguments.base)
     } else {
         load(memory, at(arguments.bases, layer, 8))
@@ -130,7 +131,7 @@ fn base(memory: &Memory, arguments: &Arguments, layer: u64) -> Answer<Address> {
 }
 
 fn index(memory: &Memory, arguments: &Arguments, place: u64, width: u64) -> Answer<i64> {
-    if arguments.indices == 0 {
+    if arguments.shape & SHAPE_INDICES_INLINE != 0 {
         let from = mapping::size(at(0, place, width));
         let bytes = arguments.inline_bytes.get(from..from.saturating_add(mapping::size(width)));
         let bytes = bytes.ok_or(CUresult::LAUNCH_FAILED)?;
@@ -149,15 +150,15 @@ fn index(memory: &Memory, arguments: &Arguments, place: u64, width: u64) -> Answ
 }
 
 fn flag(memory: &Memory, arguments: &Arguments, place: u64) -> Answer<bool> {
-    match arguments.flags_kind {
-        FLAGS_INLINE => {
-            let from = mapping::size(at(u64::from(arguments.inline_flags_at), place, 1));
-            let flag = arguments.inline_bytes.get(from).ok_or(CUresult::LAUNCH_FAILED)?;
-            Ok(*flag != 0)
-        }
-        FLAGS_ADDRESS => Ok(load::<u8>(memory, at(arguments.flags, place, 1))? != 0),
-        _ => Ok(true),
+    if arguments.shape & SHAPE_FLAGS_INLINE != 0 {
+        let from = mapping::size(at(u64::from(arguments.inline_flags_at), place, 1));
+        let flag = arguments.inline_bytes.get(from).ok_or(CUresult::LAUNCH_FAILED)?;
+        return Ok(*flag != 0);
     }
+    if arguments.shape & SHAPE_FLAGS_ADDRESS != 0 {
+        return Ok(load::<u8>(memory, at(arguments.flags, place, 1))? != 0);
+    }
+    Ok(true)
 }
 
 fn may(memory: &Memory, at: Address, bytes: u64, write: bool) -> Answer {

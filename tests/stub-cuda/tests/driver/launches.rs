@@ -3,7 +3,8 @@
 use std::ptr;
 
 use statecopy_kernels::cuda::arguments::{
-    Arguments, CHUNK_BYTES, DIRECTION_SCATTER, FLAGS_ADDRESS, FLAGS_INLINE,
+    Arguments, CHUNK_BYTES, DIRECTION_SCATTER, SHAPE_BATCH, SHAPE_FLAGS_ADDRESS,
+    SHAPE_FLAGS_INLINE, SHAPE_INDICES_INLINE, SHAPE_ROW_STATES,
 };
 use statecopy_stub_cuda::{CUresult, Knob, Stub, Whose};
 
@@ -41,11 +42,12 @@ impl Rig {
         Arguments {
             base: self.layers[0],
             packed: self.packed,
+            shape: SHAPE_INDICES_INLINE | SHAPE_ROW_STATES,
             row_states: self.host + 64,
             rows: ROWS,
             page_stride: 4,
             payload: 2,
-            selected: SELECTED as u64,
+            selected: 3,
             ..Arguments::zeroed()
         }
     }
@@ -97,7 +99,7 @@ fn a_gather_copies_wanted_rows_and_clears_the_others() {
     assert_eq!(rig.packed()[..6], [7, 8, 0, 0, 1, 2]);
     assert_eq!(rig.states(3), [1, 0, 1]);
     assert!(rig.done());
-    arguments.flags_kind = FLAGS_INLINE;
+    arguments.shape |= SHAPE_FLAGS_INLINE;
     arguments.inline_flags_at = 12;
     inline(&mut arguments, &[255, 1, 0], 12);
     rig.run("gather_int32", &arguments, 3).unwrap();
@@ -111,7 +113,7 @@ fn indices_and_flags_are_read_where_they_lie() {
     let mut arguments = rig.arguments();
     arguments.indices = rig.driver.holding(&int64([i64::MIN, 4, 2]));
     arguments.flags = rig.driver.holding(&[1, 1, 2]);
-    arguments.flags_kind = FLAGS_ADDRESS;
+    arguments.shape = SHAPE_FLAGS_ADDRESS | SHAPE_ROW_STATES;
     rig.run("gather_int64", &arguments, 3).unwrap();
     assert_eq!(rig.packed()[..6], [0, 0, 0, 0, 5, 6]);
 }
@@ -124,6 +126,7 @@ fn a_part_of_a_batch_moves_its_rows_and_no_others() {
     let mut arguments = rig.arguments();
     arguments.bases = rig.driver.holding(&bases);
     arguments.first_row = 2;
+    arguments.shape |= SHAPE_BATCH;
     inline(&mut arguments, &int32([0, 1, 2]), 0);
     rig.run("gather_int32", &arguments, 2).unwrap();
     assert_eq!(rig.packed(), [77, 77, 77, 77, 5, 6, 101, 102, 77, 77, 77, 77]);
@@ -153,7 +156,8 @@ fn a_scatter_skips_invalid_rows_and_ignores_flags() {
         let mut arguments = rig.arguments();
         arguments.packed = rig.driver.holding(&[21, 22, 23, 24, 25, 26]);
         (arguments.direction, arguments.index_width) = (DIRECTION_SCATTER, 8);
-        (arguments.flags_kind, arguments.inline_flags_at) = (FLAGS_INLINE, 24);
+        arguments.shape |= SHAPE_FLAGS_INLINE;
+        arguments.inline_flags_at = 24;
         inline(&mut arguments, &int64([1, i64::MAX, 0]), 0);
         rig.driver.cuMemcpyHtoD_v2(rig.layers[0], LAYER.as_ptr().cast(), 16).unwrap();
         rig.run(name, &arguments, 3).unwrap();
