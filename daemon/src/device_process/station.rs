@@ -16,7 +16,7 @@ use std::sync::Arc;
 use statecopy_kernels::device::{Device, DeviceFault};
 use statecopy_proto::{RefusalCode, SessionId};
 use statecopy_session::{
-    Answer, CopyRequest, Executor as Ring, Fault, MonotonicNs, RingBroken, Subject, Taken,
+    Answer, CopyRequest, Executor as Ring, Fault, MonotonicNs, RingBroken, Sequence, Subject, Taken,
 };
 
 use crate::counters::{Counter, Counters};
@@ -66,7 +66,7 @@ impl From<RingBroken> for Trouble {
 /// A request under way.
 #[derive(Debug)]
 struct Job<D: Device> {
-    taken: Taken,
+    sequence: Sequence,
     request: CopyRequest,
     session: SessionId,
     begun: MonotonicNs,
@@ -218,7 +218,7 @@ impl<D: Device> Station<D> {
             Ok(job) => self.job = Some(job),
             Err(fault) => {
                 counters.add(Counter::Refusals(fault.code), 1);
-                self.answer(&taken, Err(fault), 0);
+                self.answer(taken.sequence, Err(fault), 0);
             }
         }
         Ok(true)
@@ -271,11 +271,11 @@ impl<D: Device> Station<D> {
             // Of nothing, nothing can die. The word is on its way to the submitter for longer than that request takes.
             self.ring.accept(taken.sequence);
         }
-        Ok(Job { taken: *taken, request, session, begun, running })
+        Ok(Job { sequence: taken.sequence, request, session, begun, running })
     }
 
     fn finish(&mut self, result: Result<Copied, Fault>, counters: &Counters) {
-        let Some(job) = self.job.take() else { return };
+        let Some(job) = &self.job else { return };
         let executor_ns = match &result {
             Ok(copied) if copied.launches > 0 => {
                 let nanoseconds = MonotonicNs::now().since(job.begun).as_nanos();
@@ -295,17 +295,19 @@ impl<D: Device> Station<D> {
             }
             Err(_) => counters.add(Counter::Refusals(RefusalCode::DeviceLost), 1),
         }
-        self.answer(&job.taken, result.map(|copied| copied.moved), executor_ns);
+        self.answer(job.sequence, result.map(|copied| copied.moved), executor_ns);
+        // The submitter need not wait while what the copy held is let go.
+        self.job = None;
     }
 
     fn answer(
         &mut self,
-        taken: &Taken,
+        sequence: Sequence,
         result: Result<statecopy_session::Moved, Fault>,
         executor_ns: u64,
     ) {
         self.counts.count(result.is_ok());
-        self.ring.answer(taken.sequence, &Answer { result, executor_ns });
+        self.ring.answer(sequence, &Answer { result, executor_ns });
     }
 
     /// Says that the executor is about to sleep; false if there is something to do first.

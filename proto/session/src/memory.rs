@@ -252,9 +252,11 @@ impl Words for MappedWords {
         inside(self.mapping.read_words(self.parameters.descriptor_at(slot), words));
     }
 
-    fn touch_descriptor(&self, slot: u64) {
-        let at = self.parameters.descriptor_at(slot);
-        for line in [at, at + 64] {
+    fn touch_request(&self, slot: u64) {
+        let descriptor = self.parameters.descriptor_at(slot);
+        let has_inline = self.parameters.inline_bytes() > 0;
+        let inline = has_inline.then(|| self.parameters.inline_at(slot));
+        for line in [descriptor, descriptor + 64].into_iter().chain(inline) {
             // A load that nobody waits for: nothing depends on its value.
             let _value = Word64::new(inside(self.mapping.atomic_u64(line))).load_relaxed();
         }

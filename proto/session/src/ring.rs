@@ -51,8 +51,9 @@ pub trait Words {
     fn write_descriptor(&self, slot: u64, words: &[u64]);
     /// Reads a descriptor, relaxed.
     fn read_descriptor(&self, slot: u64, words: &mut [u64]);
-    /// Asks for a descriptor's cache lines, and looks at nothing in them. Only ever a matter of time.
-    fn touch_descriptor(&self, slot: u64);
+    /// Asks for the cache lines of a descriptor and of what is inline first, and looks at nothing in them: only ever a matter
+    /// of time.
+    fn touch_request(&self, slot: u64);
     /// Writes an answer, relaxed.
     fn write_answer(&self, slot: u64, words: &[u64]);
     /// Reads an answer, relaxed.
@@ -419,8 +420,8 @@ impl<W: Words> TakerRing<W> {
             self.unanswered[index(slot)] = Some(sequence);
             return Ok(Some(sequence));
         }
-        // The next descriptor's lines are on their way while its count is: they need not be waited for one after the other.
-        self.words.touch_descriptor(Sequence(self.taken + 1).slot(slots));
+        // The next request's lines are on their way while its count is: they need not be waited for one after the other.
+        self.words.touch_request(Sequence(self.taken + 1).slot(slots));
         Ok(None)
     }
 

@@ -102,7 +102,7 @@ impl Words for Arc<Modelled> {
     }
 
     /// Moves lines and no values, of which a model has none.
-    fn touch_descriptor(&self, _slot: u64) {}
+    fn touch_request(&self, _slot: u64) {}
 
     fn write_answer(&self, slot: u64, words: &[u64]) {
         write(&self.slots[index(slot)].answer, words);
