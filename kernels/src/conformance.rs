@@ -12,6 +12,7 @@ pub mod plans;
 pub mod random;
 pub mod scatter;
 
+use std::collections::VecDeque;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,9 +20,7 @@ use std::time::{Duration, Instant};
 
 use statecopy_proto::{DataType, Direction, IndexWidth, PlanKind};
 
-use crate::device::{
-    Device, Flags, Indices, Launch, Launcher as _, Moved, Region as _, Slice, Ticket,
-};
+use crate::device::{Device, Flags, Indices, Launch, Launcher as _, Moved, Slice, Ticket};
 use crate::layout::{CacheLayout, Placement};
 use crate::plan::{self, KernelClass};
 use crate::reference;
@@ -35,7 +34,8 @@ pub trait DeviceUnderTest: Sync {
     /// The opened device.
     fn device(&self) -> &Self::Device;
 
-    /// Memory as a worker shares it, imported, all zero. Pages that nobody touches cost nothing.
+    /// Memory as a worker shares it, imported: at least that many bytes, which hold anything. Pages that nobody touches cost
+    /// nothing.
     fn allocate(&self, bytes: u64) -> Arc<RegionOf<Self>>;
 
     /// Fills memory.
@@ -192,8 +192,9 @@ fn check_by<T: DeviceUnderTest>(device: &T, kind: PlanKind, direction: Direction
     };
     let what = || format!("{} by {} of {case:?}", direction.label(), kind.label());
     assert_eq!(moved, expected, "{}", what());
-    assert_bytes(&bench.contents(&bench.cache), &cache, || format!("The cache after {}", what()));
-    let after = bench.contents(&bench.packed.region);
+    let after = bench.contents(&bench.cache, case.region_bytes());
+    assert_bytes(&after, &cache, || format!("The cache after {}", what()));
+    let after = bench.packed_bytes();
     assert_bytes(&after, &packed, || format!("Packed after {}", what()));
 }
 
@@ -266,23 +267,33 @@ impl<'a, T: DeviceUnderTest> Bench<'a, T> {
         }
     }
 
-    /// Runs the case, in as many launches as it asks for, all in flight at once.
+    /// Runs the case, in as many launches as it asks for, as many in flight at once as there is room for.
     pub(crate) fn run(&self, direction: Direction, case: &Case) -> Moved {
         let mut launcher = self.device.device().launcher().expect("the device launches");
         assert!(!launcher.hooked(), "no foreign hook in a test");
         let rows = self.layers.len() as u64 * case.selected();
-        let mut tickets = Vec::new();
-        let mut start = 0;
-        while start < rows || tickets.is_empty() {
-            let part = start..rows.min(start.saturating_add(case.rows_per_launch));
-            start = part.end;
-            tickets.push(self.launch(&mut launcher, direction, case, part));
-        }
+        let rows_per_launch = case.rows_per_launch.min(self.device.device().rows_per_launch_max());
+        let mut under_way = VecDeque::new();
         let mut moved = Moved::default();
-        for ticket in tickets {
-            let more = outcome::<T::Device>(&mut launcher, ticket);
+        let mut add = |more: Moved| {
             moved.copied += more.copied;
             moved.masked += more.masked;
+        };
+        let mut start = 0_u64;
+        loop {
+            if !launcher.has_room() {
+                let oldest = under_way.pop_front().expect("a launcher without launches has room");
+                add(outcome::<T::Device>(&mut launcher, oldest));
+            }
+            let part = start..rows.min(start.saturating_add(rows_per_launch));
+            start = part.end;
+            under_way.push_back(self.launch(&mut launcher, direction, case, part));
+            if start == rows {
+                break;
+            }
+        }
+        for ticket in under_way {
+            add(outcome::<T::Device>(&mut launcher, ticket));
         }
         moved
     }
@@ -342,13 +353,19 @@ impl<'a, T: DeviceUnderTest> Bench<'a, T> {
         self.device.write(&self.inputs, FLAGS_AT, case.flags.as_deref().unwrap_or_default());
     }
 
+    /// Packed, with its margins.
+    pub(crate) fn packed_bytes(&self) -> Vec<u8> {
+        self.contents(&self.packed.region, self.packed.bytes_total)
+    }
+
     /// Where shared indices lie, to change them under a launch.
     pub(crate) fn inputs(&self) -> &RegionOf<T> {
         &self.inputs
     }
 
-    pub(crate) fn contents(&self, region: &RegionOf<T>) -> Vec<u8> {
-        let mut bytes = vec![0; small(region.bytes())];
+    /// The first bytes of a region.
+    pub(crate) fn contents(&self, region: &RegionOf<T>, bytes: u64) -> Vec<u8> {
+        let mut bytes = vec![0; small(bytes)];
         self.device.read(region, 0, &mut bytes);
         bytes
     }

@@ -262,7 +262,7 @@ fn helpers_that_sleep_wake_and_are_called_off_leave_every_byte_right() {
         let bench = Bench::new(&under_test, PlanKind::ByteCopy, &case);
         under_test.write(&bench.cache, 0, &conformance::noise(bench.cache.bytes() / 2, 3));
         let _alone = bench.run(Direction::Gather, &case);
-        let expected = bench.contents(&bench.packed.region);
+        let expected = bench.packed_bytes();
         for spin in [Duration::ZERO, Duration::from_micros(50)] {
             let crew = Crew::start(3, Sharing { spin, bytes_min: 1 << 20 }).unwrap();
             let mut launcher = HostLauncher::new(crew, stores::streaming());
@@ -272,7 +272,7 @@ fn helpers_that_sleep_wake_and_are_called_off_leave_every_byte_right() {
                 let ticket = bench.launch(&mut launcher, Direction::Gather, &case, 0..rows);
                 let moved = launcher.poll(ticket).unwrap();
                 assert_eq!(moved, Some(Moved { copied: rows - 1, masked: 1 }));
-                let gathered = bench.contents(&bench.packed.region);
+                let gathered = bench.packed_bytes();
                 conformance::assert_bytes(&gathered, &expected, || format!("{payload}, {spin:?}"));
             }
         }
