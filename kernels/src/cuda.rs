@@ -27,15 +27,21 @@ mod sys;
 mod variants;
 mod words;
 
+#[cfg(test)]
+mod tests;
+
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use statecopy_proto::{DataType, Refusal, RefusalCode};
 
 use self::arena::{ARENA_BYTES, Arena};
+use self::class::CudaClass;
+use self::compile::Arch;
 use self::context::{Context, Scheduling};
 use self::driver::{Driver, VisibleDevice, select};
 use self::memory::LegacyHandles;
+use self::store::Artifacts;
 use self::sys::device_attribute;
 use self::words::Words;
 use crate::device::{Announced, Configuration, Device, DeviceDescription, Footprint};
@@ -65,6 +71,8 @@ pub struct CudaOptions {
     pub selector: CudaSelector,
     /// The driver: a name that the loader searches for, or a path.
     pub driver_library: PathBuf,
+    /// Where compiled variants come from.
+    pub artifacts: Arc<Artifacts>,
     /// The most rows that a request selects.
     pub selected_max: u64,
     /// The watch over compiler, environment and allocator.
@@ -76,10 +84,16 @@ pub struct CudaOptions {
 impl CudaOptions {
     /// The driver of this machine, requests of at most `selected_max` rows, no library that may be injected.
     #[must_use]
-    pub fn new(selector: CudaSelector, selected_max: u64, guard: Arc<ServingGuard>) -> Self {
+    pub fn new(
+        selector: CudaSelector,
+        artifacts: Arc<Artifacts>,
+        selected_max: u64,
+        guard: Arc<ServingGuard>,
+    ) -> Self {
         Self {
             selector,
             driver_library: DRIVER_LIBRARY.into(),
+            artifacts,
             selected_max,
             guard,
             allowed_preloads: Vec::new(),
@@ -91,6 +105,7 @@ impl CudaOptions {
 #[derive(Debug)]
 pub struct CudaDevice {
     description: DeviceDescription,
+    capability: (u32, u32),
     options: CudaOptions,
     legacy: Arc<LegacyHandles>,
     arena: Arc<Arena>,
@@ -126,12 +141,17 @@ impl CudaDevice {
         })?;
         Ok(Self {
             description: describe(&device, capability),
+            capability,
             options,
             legacy: Arc::default(),
             arena: Arc::new(arena),
             words_bytes: words_bytes as u64,
             context,
         })
+    }
+
+    fn architecture(&self) -> Arch {
+        Arch::of_capability(self.capability.0, self.capability.1)
     }
 
     fn environment(&self) -> Environment {
@@ -150,7 +170,7 @@ fn describe(device: &VisibleDevice, (major, minor): (u32, u32)) -> DeviceDescrip
         kind: "cuda",
         uuid: device.uuid,
         name: device.name.clone(),
-        family: Some(format!("sm_{major}{minor}")),
+        family: Some(Arch::of_capability(major, minor).to_string()),
         fused,
     }
 }
@@ -185,8 +205,9 @@ impl Device for CudaDevice {
 
     fn compile(&self, class: &KernelClass) -> Result<CudaVariants, Refusal> {
         self.options.guard.enter(Door::Compiler);
-        let image = machine_code(class)?;
-        CudaVariants::load(&self.context, class, &image)
+        let architecture = self.architecture();
+        let artifact = self.options.artifacts.obtain(architecture, CudaClass::of(class))?;
+        CudaVariants::load(&self.context, class, &artifact.code)
     }
 
     fn bind(&self, layers: &[(Arc<CudaRegion>, Placement)]) -> Result<CudaCaches, Refusal> {
@@ -197,10 +218,15 @@ impl Device for CudaDevice {
         let driver = self.context.driver();
         let library = environment::mapped_library("libcuda")
             .unwrap_or_else(|| driver.path().display().to_string());
+        let none = || "none".to_owned();
+        let compiler = self.options.artifacts.compiler();
         self.environment().configuration([
+            ("architecture", self.architecture().to_string()),
             ("cuda driver", driver.version().to_string()),
             ("cuda driver library", library),
-            ("architecture", self.description.family.clone().unwrap_or_default()),
+            ("compiler", compiler.map_or_else(|_| none(), |it| it.version().to_string())),
+            ("compiler library", environment::mapped_library("libnvrtc").unwrap_or_else(none)),
+            ("source", compile::source_hash()),
         ])
     }
 
@@ -220,10 +246,4 @@ impl Device for CudaDevice {
             error.refusal(RefusalCode::PrepareFailed, &what)
         })
     }
-}
-
-/// The machine code of a class.
-fn machine_code(class: &KernelClass) -> Result<Vec<u8>, Refusal> {
-    let sentence = format!("There is no compiled {} kernel in this build", class.kind.label());
-    Err(Refusal::new(RefusalCode::PrepareFailed, sentence))
 }

@@ -227,9 +227,10 @@ impl Driver {
                 "The CUDA driver {library} is the stub that programs are linked with"
             )));
         }
-        if started != status::NO_DEVICE {
-            driver.check("cuInit", started).map_err(OpenError::Start)?;
+        if started == status::NO_DEVICE {
+            return Ok(driver);
         }
+        driver.check("cuInit", started).map_err(OpenError::Start)?;
         let mut version = 0;
         // SAFETY: the driver writes one int.
         let status = unsafe { (driver.functions.driver_get_version)(&raw mut version) };

@@ -219,9 +219,11 @@ impl Launcher<CudaDevice> for CudaLauncher {
 
 impl Drop for CudaLauncher {
     fn drop(&mut self) {
-        // SAFETY: the stream is ours.
-        let idle = self.context.enter().and_then(|current| unsafe { current.is_idle(self.stream) });
-        if idle != Ok(true) {
+        let idle = || {
+            // SAFETY: the stream is ours.
+            self.context.enter().and_then(|current| unsafe { current.is_idle(self.stream) })
+        };
+        if self.context.faulted() || idle() != Ok(true) {
             self.words.abandon();
             return;
         }

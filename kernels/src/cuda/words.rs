@@ -47,13 +47,14 @@ impl Words {
         selected.checked_mul(INPUT_BYTES)?.checked_next_multiple_of(ALIGNMENT)
     }
 
-    /// Allocates them, all zero, for requests of at most `selected_max` rows.
+    /// Allocates them, no word done, for requests of at most `selected_max` rows.
     pub(super) fn allocate(context: &Arc<Context>, selected_max: u64) -> Result<Self, DriverError> {
         let sizes = Self::input_bytes(selected_max).zip(Self::bytes(selected_max));
         let (input_bytes, bytes) = sizes.expect("selected_max is a bounded setting");
         let memory = context.enter()?.allocate_host(bytes)?;
-        // SAFETY: the allocation has that many bytes, and nobody else knows of it yet.
-        unsafe { memory.as_ptr().write_bytes(0, bytes) };
+        // SAFETY: the done words lie at the start of the allocation, and nobody else knows of it yet. The rest is memory that
+        // the driver made, which holds whatever it holds.
+        unsafe { memory.as_ptr().write_bytes(0, TICKETS_MAX * DONE_BYTES) };
         Ok(Self { context: Arc::clone(context), memory, input_bytes, abandoned: false })
     }
 
