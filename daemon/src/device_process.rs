@@ -1,4 +1,4 @@
-//! The device process: owns what may die. One thread prepares, one copies.
+//! The device process: owns what may die. One thread prepares, one copies; a third only sends news.
 //!
 //! It ends when its link to the supervisor ends, and by PR_SET_PDEATHSIG when the supervisor dies. A panic on either thread
 //! ends it at once: half a device process is worse than none.
