@@ -152,7 +152,8 @@ impl CompileError {
             }
             Self::Arch { .. } => "Install an NVRTC that knows the chip.",
             Self::Failed { .. } => {
-                "Try another version of NVRTC; where the log speaks of the source, please report it."
+                "Install NVRTC whole (libnvrtc and libnvrtc-builtins of one version side by side), or another version of it; where \
+                 the log speaks of the source, please report it."
             }
         }
     }
@@ -252,11 +253,10 @@ impl Compiler {
         let functions = Functions::resolve(&library, path)?;
         let version = version(&functions);
         if let Some(directory) = directory {
-            // NVRTC opens this one later, by its name alone, and then finds the one that is open already.
+            // NVRTC opens this one later, by its name alone, and then finds the one that is open already. Where it is not
+            // there NVRTC looks elsewhere, and says in its log what it did not find.
             let name = format!("libnvrtc-builtins.so.{}.{}", version.major, version.minor);
-            let builtins = open_library(&directory.join(name));
-            let _kept_open =
-                ManuallyDrop::new(builtins.map_err(|reason| CompileError::Missing { reason })?);
+            let _kept_open = open_library(&directory.join(name)).map(ManuallyDrop::new);
         }
         let architectures = architectures(&functions);
         Ok(Self { functions, version, architectures })
