@@ -226,7 +226,9 @@ __device__ __forceinline__ void state_copy(const Arguments& a, u32 direction, u3
         // A row that is cleared has no source.
         const u64 source = gather && chosen ? cache : packed;
         const u64 destination = gather ? packed : cache;
-        if (VECTOR_BYTES > ITEM_BYTES && (destination | source) % VECTOR_BYTES != 0) {
+        if constexpr (VECTOR_BYTES == ITEM_BYTES) {
+            move<VECTOR_BYTES>(destination, source, a.payload, !chosen, chunk, thread);
+        } else if ((destination | source) % VECTOR_BYTES != 0) {
             move_narrow<VECTOR_BYTES>(destination, source, a.payload, !chosen);
         } else {
             move<VECTOR_BYTES>(destination, source, a.payload, !chosen, chunk, thread);
