@@ -452,6 +452,25 @@ impl Current<'_> {
         self.check("cuStreamSynchronize", status)
     }
 
+    /// Copies to the device once everything before it on the stream is done.
+    ///
+    /// # Safety
+    /// The stream lives. The bytes lie in pinned memory that nobody writes until the copy is done, and so many device bytes
+    /// lie in one allocation that lives until then.
+    pub(super) unsafe fn copy_to_device(
+        self,
+        stream: Stream,
+        to: DevicePointer,
+        from: NonNull<u8>,
+        bytes: usize,
+    ) -> Result<()> {
+        // SAFETY: the caller's own promise.
+        let status = unsafe {
+            (self.functions().memcpy_htod_async)(to, from.as_ptr().cast(), bytes, stream)
+        };
+        self.check("cuMemcpyHtoDAsync", status)
+    }
+
     /// Writes the word once everything before it on the stream is done and visible to all.
     ///
     /// # Safety

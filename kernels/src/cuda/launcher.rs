@@ -71,8 +71,9 @@ impl CudaLauncher {
         })
     }
 
-    /// Checks the launch against its own sizes, and fills in the kernel's parameter. The slot has no launch under way.
-    fn fill(&mut self, slot: usize, launch: &Launch<'_, CudaDevice>) {
+    /// Checks the launch against its own sizes, and fills in the kernel's parameter. The slot has no launch under way. Gives
+    /// back how many bytes of its inputs are to be copied to the device first.
+    fn fill(&mut self, slot: usize, launch: &Launch<'_, CudaDevice>) -> usize {
         let layout = launch.caches.layout();
         let payload = layout.payload_bytes();
         assert_eq!(launch.variants.payload_bytes(), payload, "The variants are of another class");
@@ -102,11 +103,12 @@ impl CudaLauncher {
             IndexWidth::Int32 => 4,
             IndexWidth::Int64 => 8,
         };
-        self.fill_inputs(slot, launch);
+        self.fill_inputs(slot, launch)
     }
 
-    /// Indices and flags: where they are, and those in private memory themselves.
-    fn fill_inputs(&mut self, slot: usize, launch: &Launch<'_, CudaDevice>) {
+    /// Indices and flags: where they are, and those in private memory themselves. Gives back how many bytes of the slot's
+    /// inputs are to be copied to the device first.
+    fn fill_inputs(&mut self, slot: usize, launch: &Launch<'_, CudaDevice>) -> usize {
         let flags = match launch.direction {
             Direction::Gather => &launch.flags,
             Direction::Scatter => &Flags::None,
@@ -124,21 +126,22 @@ impl CudaLauncher {
         if let Flags::Inline(private) = flags {
             room[index_bytes..index_bytes + flag_bytes].copy_from_slice(private);
         }
-        let pinned = self.words.inputs_address(slot);
+        let staged = self.words.staged_address(slot);
         let (index_shape, indices) = match &launch.indices {
             Indices::Shared(_, shared) => (0, address(shared)),
             Indices::Int32(_) | Indices::Int64(_) if inline => (SHAPE_INDICES_INLINE, 0),
-            Indices::Int32(_) | Indices::Int64(_) => (0, pinned),
+            Indices::Int32(_) | Indices::Int64(_) => (0, staged),
         };
         let (flag_shape, flags) = match flags {
             Flags::None => (0, 0),
             Flags::Shared(shared) => (SHAPE_FLAGS_ADDRESS, address(shared)),
             Flags::Inline(_) if inline => (SHAPE_FLAGS_INLINE, 0),
-            Flags::Inline(_) => (SHAPE_FLAGS_ADDRESS, pinned + index_bytes as u64),
+            Flags::Inline(_) => (SHAPE_FLAGS_ADDRESS, staged + index_bytes as u64),
         };
         arguments.shape |= index_shape | flag_shape;
         (arguments.indices, arguments.flags) = (indices, flags);
         arguments.inline_flags_at = u32::try_from(index_bytes).unwrap_or(u32::MAX);
+        if inline { 0 } else { index_bytes + flag_bytes }
     }
 
     /// The done word's value for a ticket. The words begin as 0.
@@ -165,7 +168,7 @@ impl Launcher<CudaDevice> for CudaLauncher {
         let function = launch.variants.function(variant);
         let (ticket, slot) = (Ticket(self.issued), slot_of(self.issued));
         assert!(self.slots[slot].is_none(), "At most {TICKETS_MAX} launches await their poll");
-        self.fill(slot, launch);
+        let staged = self.fill(slot, launch);
         hooks::at_launch(variant);
         let rows = launch.part.end - launch.part.start;
         let copied = known_copied(launch);
@@ -178,6 +181,10 @@ impl Launcher<CudaDevice> for CudaLauncher {
             let shape =
                 shape.expect("a class that was compiled and a part of one launch have a grid");
             let current = self.context.enter()?;
+            if staged > 0 {
+                // SAFETY: the stream is ours, and the slot is free until this launch is answered.
+                unsafe { self.words.stage(current, self.stream, slot, staged) }?;
+            }
             // SAFETY: the function is of a variant that takes `Arguments`, whose module the caller's variants keep loaded.
             // `fill` checked that packed, indices and flags hold what the launch says and that the part lies inside it;
             // binding checked the layers against their regions. The caller keeps all of it until the poll answers.

@@ -269,6 +269,7 @@ functions! {
     pointer_get_attribute = "cuPointerGetAttribute"(value: *mut c_void, attribute: c_int, address: DevicePointer);
     memset_d8 = "cuMemsetD8_v2"(memory: DevicePointer, value: u8, bytes: usize);
     memcpy_htod = "cuMemcpyHtoD_v2"(to: DevicePointer, from: *const c_void, bytes: usize);
+    memcpy_htod_async = "cuMemcpyHtoDAsync_v2"(to: DevicePointer, from: *const c_void, bytes: usize, stream: Stream);
     memcpy_dtoh = "cuMemcpyDtoH_v2"(to: *mut c_void, from: DevicePointer, bytes: usize);
 
     ipc_get_mem_handle = "cuIpcGetMemHandle"(handle: *mut IpcMemHandle, memory: DevicePointer);

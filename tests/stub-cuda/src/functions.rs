@@ -84,6 +84,7 @@ functions! {
     cuMemGetAddressRange_v2: Context;
     cuPointerGetAttribute: Process;
     cuMemcpyHtoD_v2: Context;
+    cuMemcpyHtoDAsync_v2: Context;
     cuMemcpyDtoH_v2: Context;
     cuMemsetD8_v2: Context;
     cuIpcGetMemHandle: Context;

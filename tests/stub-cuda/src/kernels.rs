@@ -190,7 +190,8 @@ fn store(memory: &Memory, at: Address, value: u8) -> Answer {
     Ok(())
 }
 
-fn copy(memory: &Memory, from: Address, to: Address, bytes: u64) -> Answer {
+/// Copies bytes, whether or not they overlap.
+pub(crate) fn copy(memory: &Memory, from: Address, to: Address, bytes: u64) -> Answer {
     may(memory, from, bytes, false)?;
     may(memory, to, bytes, true)?;
     // SAFETY: both ranges are mapped while the map is held. Two rows that touch the same bytes are the caller's to order,

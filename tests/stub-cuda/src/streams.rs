@@ -17,6 +17,8 @@ pub(crate) enum Work {
     Kernel(Box<Launch>),
     /// Writes a word, after everything before it is visible.
     Write { at: Address, value: u64 },
+    /// Copies from memory of the host, pinned or not: to read it late is the harder case for who reuses it early.
+    Copy { to: Address, from: Address, bytes: u64 },
     /// Waits until a word is as wanted.
     Wait { at: Address, value: u64, flags: u32 },
     /// Frees memory of a pool.
@@ -142,6 +144,7 @@ impl Queue {
 fn perform(process: &Arc<Process>, work: Work) -> Answer {
     match work {
         Work::Kernel(launch) => kernels::run(process, &launch),
+        Work::Copy { to, from, bytes } => kernels::copy(&process.memory(), from, to, bytes),
         Work::Write { at, value } => {
             let memory = process.memory();
             word(at, memory.allows(at, 8, true))?.store(value, Ordering::SeqCst);

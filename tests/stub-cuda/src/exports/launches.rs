@@ -50,6 +50,14 @@ exported! {
         process.stream(stream)?.wait_idle();
         process.sticky()
     };
+    cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: Opaque) |process| {
+        let (stream, bytes) = (process.stream(stream)?, bytes as u64);
+        if !process.memory().allows(to, bytes, true) || !process.memory().allows(from, bytes, false) {
+            return Err(CUresult::INVALID_VALUE);
+        }
+        stream.push(Work::Copy { to, from, bytes });
+        Ok(())
+    };
     cuStreamWriteValue64_v2(stream: Opaque, address: CUdeviceptr, value: u64, _flags: u32) |process| {
         let stream = process.stream(stream)?;
         if !process.memory().allows(address, 8, true) || !address.is_multiple_of(8) {
