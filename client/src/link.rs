@@ -222,7 +222,7 @@ impl Link {
             kind: v1::HandleKind::Memfd.into(),
             size_bytes: region.bytes,
             descriptors: Some(v1::DescriptorRef { tag, count: 1 }),
-            handle: Vec::new(),
+            pieces: Vec::new(),
         })?;
         let reply = call.answer(self.registry().register_region(request)).await?;
         self.same_life(&reply.incarnation)?;

@@ -104,8 +104,10 @@ settings! {
         regions_max: u32 = 1024;
         /// Layers, and sets, of one registration.
         layers_max: u32 = 1024;
+        /// Pieces of one region: the handles of memory that a driver maps side by side.
+        pieces_max: u32 = 16_384;
         /// Descriptors of one session that wait for the registration of their region.
-        descriptors_pending_max: u32 = 4096;
+        descriptors_pending_max: u32 = 16_384;
         /// Bytes of one region.
         region_bytes_max: u64 = 1 << 46;
         /// The largest max_selected of a layer.

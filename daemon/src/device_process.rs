@@ -15,6 +15,7 @@ use rustix::thread::set_name;
 use statecopy_descriptors::{
     ChannelError, Connection, Doorbell, MemoryError, SealedMemory, file_bytes,
 };
+use statecopy_kernels::device::Device as _;
 use statecopy_kernels::guard::ServingGuard;
 use statecopy_kernels::host::{HostDevice, HostOptions, cpus_allowed};
 use statecopy_proto::Refusal;
@@ -167,9 +168,10 @@ fn run_host(link: &Arc<Connection>, id: u64, start: Start) -> Result<(), DeviceP
             return Err(DeviceProcessError::Refused(refusal));
         }
     };
-    let description = statecopy_kernels::device::Device::description(&*device).into();
+    let description = device.description().into();
+    let footprint = device.footprint().into();
     let mut preparer = Preparer::new(device, guard, executor, settings.launch_bytes_max);
-    reply(link, id, Reply::Ready(description))?;
+    reply(link, id, Reply::Ready { description, footprint })?;
     let ended = serve(link, &mut preparer);
     drop(lock);
     match ended {

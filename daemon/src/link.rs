@@ -2,14 +2,17 @@
 //!
 //! It carries what is rare. Copies never come this way: they go through a ring. The supervisor sends one request at a time
 //! and gets one final reply with its id; [`Reply::Progress`] and chunks that are not the last may come before. A list that
-//! may outgrow one message travels in chunks.
+//! may outgrow one message travels in chunks. A request of several parts goes on when [`Reply::Taken`] came for the one
+//! before, and not after a refusal: neither side ever holds more than one part.
+
+mod region;
 
 use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use statecopy_descriptors::{ChannelError, MESSAGE_BYTES_MAX};
-use statecopy_kernels::device::DeviceDescription;
+use statecopy_kernels::device::{DeviceDescription, Footprint};
 use statecopy_kernels::layout::{AXES, CacheLayout, LayoutError, Placement};
 use statecopy_kernels::signature::DeviceUuid;
 use statecopy_proto::{
@@ -22,6 +25,8 @@ use crate::record::{
     DeviceInspection, LayerRecord, PlanInspection, PlanState, Progress, PublishedBinding,
     RebindRecord, RingInspection, SetRecord, Stage,
 };
+
+pub use self::region::{AnnouncedMessage, PIECES_A_PART, PieceMessage, join};
 
 /// One message from the supervisor.
 #[derive(Debug, Serialize, Deserialize)]
@@ -50,14 +55,18 @@ pub enum Request {
         /// Whether an earlier device process served it: then what it left unanswered is taken again.
         resumed: bool,
     },
-    /// Map a region. One descriptor.
+    /// A part of a region; the first begins to map it, the last ends it. Descriptors: one for each piece that has no value.
     ImportRegion {
         /// Whose it is.
         session: SessionId,
         /// Its id.
         region: RegionId,
-        /// Its size.
-        bytes: u64,
+        /// What the worker announced.
+        announced: AnnouncedMessage,
+        /// Pieces of this part, at most [`PIECES_A_PART`].
+        pieces: Vec<PieceMessage>,
+        /// Whether the region is complete.
+        last: bool,
     },
     /// Unmap a region.
     DropRegion {
@@ -110,9 +119,16 @@ pub enum Request {
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Reply {
     /// It serves.
-    Ready(DescriptionMessage),
+    Ready {
+        /// What the device says of itself.
+        description: DescriptionMessage,
+        /// What the device process takes of it.
+        footprint: FootprintMessage,
+    },
     /// Done.
     Done,
+    /// A part of a request was taken, and the next may come.
+    Taken,
     /// Not done, and nothing of it stays.
     Refused(RefusalMessage),
     /// A registration goes on.
@@ -481,6 +497,28 @@ impl TryFrom<DescriptionMessage> for DeviceDescription {
             family: description.family,
             fused: fused?,
         })
+    }
+}
+
+/// A [`Footprint`] on the link.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub struct FootprintMessage {
+    context: u64,
+    tables: u64,
+    words: u64,
+}
+
+impl From<Footprint> for FootprintMessage {
+    fn from(footprint: Footprint) -> Self {
+        let Footprint { context, tables, words } = footprint;
+        Self { context, tables, words }
+    }
+}
+
+impl From<FootprintMessage> for Footprint {
+    fn from(footprint: FootprintMessage) -> Self {
+        let FootprintMessage { context, tables, words } = footprint;
+        Self { context, tables, words }
     }
 }
 

@@ -5,14 +5,27 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use statecopy_kernels::layout::{CacheLayout, Placement};
-use statecopy_proto::{BindingId, PlanKind, RegionId, SessionId, SignatureHash};
+use statecopy_proto::{BindingId, HandleKind, PlanKind, RegionId, SessionId, SignatureHash};
 use statecopy_session::Parameters;
 
-/// How the memory of a region came.
-#[derive(Debug, Clone)]
-pub enum RegionHandle {
-    /// A sealed memfd.
-    Memfd(Arc<OwnedFd>),
+/// What names the memory of a piece.
+#[derive(Debug)]
+pub enum HandleRecord {
+    /// A descriptor.
+    Descriptor(Arc<OwnedFd>),
+    /// Bytes of the driver's.
+    Value(Box<[u8]>),
+}
+
+/// One handle of a region's memory.
+#[derive(Debug)]
+pub struct PieceRecord {
+    /// Bytes behind it.
+    pub bytes: u64,
+    /// The allocation's number in the worker's process; 0 where the kind has none.
+    pub buffer: u64,
+    /// The handle.
+    pub handle: HandleRecord,
 }
 
 /// One registered region.
@@ -20,10 +33,36 @@ pub enum RegionHandle {
 pub struct RegionRecord {
     /// Its id.
     pub id: RegionId,
-    /// How it came. The descriptor stays with the supervisor until the region is released.
-    pub handle: RegionHandle,
+    /// How it came.
+    pub kind: HandleKind,
     /// Its size.
     pub bytes: u64,
+    /// What lies side by side in it. Descriptors stay with the supervisor until the region is released.
+    pub pieces: Arc<[PieceRecord]>,
+}
+
+impl RegionRecord {
+    /// Descriptors that it holds.
+    #[must_use]
+    pub fn descriptors(&self) -> u64 {
+        if self.kind.travels_by_descriptor() { self.pieces.len() as u64 } else { 0 }
+    }
+
+    /// Whether its worker says of both that they are the same memory: pieces of the same allocations, in the same order.
+    #[must_use]
+    pub fn is_said_to_be(&self, other: &Self) -> bool {
+        let is_same = |(a, b): (&PieceRecord, &PieceRecord)| {
+            let values = match (&a.handle, &b.handle) {
+                (HandleRecord::Value(a), HandleRecord::Value(b)) => a == b,
+                (HandleRecord::Descriptor(_), HandleRecord::Descriptor(_)) => true,
+                _ => false,
+            };
+            values && a.buffer != 0 && (a.bytes, a.buffer) == (b.bytes, b.buffer)
+        };
+        self.kind == other.kind
+            && self.pieces.len() == other.pieces.len()
+            && self.pieces.iter().zip(&*other.pieces).all(is_same)
+    }
 }
 
 /// One worker's ring. It outlives device processes.

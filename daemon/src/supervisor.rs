@@ -10,6 +10,7 @@ pub mod device;
 mod drain;
 pub mod keeper;
 mod message;
+mod offered;
 mod peer;
 mod placed;
 mod random;

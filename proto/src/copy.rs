@@ -88,6 +88,9 @@ impl PlanKind {
     }
 }
 
+/// Bytes of a handle that travels by value: a legacy CUDA IPC handle, a fabric handle.
+pub const HANDLE_BYTES: usize = 64;
+
 /// How the memory of a region comes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum HandleKind {
@@ -120,6 +123,38 @@ impl HandleKind {
     #[must_use]
     pub const fn travels_by_descriptor(self) -> bool {
         matches!(self, Self::Memfd | Self::CudaVmm)
+    }
+
+    /// The kind of device whose memory it names.
+    #[must_use]
+    pub const fn device_kind(self) -> &'static str {
+        match self {
+            Self::Memfd => "host",
+            Self::CudaIpc | Self::CudaVmm | Self::CudaFabric => "cuda",
+        }
+    }
+
+    /// The value on the wire.
+    #[must_use]
+    pub fn to_message(self) -> v1::HandleKind {
+        match self {
+            Self::Memfd => v1::HandleKind::Memfd,
+            Self::CudaIpc => v1::HandleKind::CudaIpc,
+            Self::CudaVmm => v1::HandleKind::CudaVmm,
+            Self::CudaFabric => v1::HandleKind::CudaFabric,
+        }
+    }
+
+    /// Reads the number on the wire; `None` for one that is no kind.
+    #[must_use]
+    pub fn from_message(number: i32) -> Option<Self> {
+        match v1::HandleKind::try_from(number).ok()? {
+            v1::HandleKind::Unspecified => None,
+            v1::HandleKind::Memfd => Some(Self::Memfd),
+            v1::HandleKind::CudaIpc => Some(Self::CudaIpc),
+            v1::HandleKind::CudaVmm => Some(Self::CudaVmm),
+            v1::HandleKind::CudaFabric => Some(Self::CudaFabric),
+        }
     }
 }
 

@@ -10,7 +10,9 @@ mod id;
 mod refusal;
 mod version;
 
-pub use copy::{DataType, Direction, HandleKind, IndexWidth, PlanKind, UnknownDataType};
+pub use copy::{
+    DataType, Direction, HANDLE_BYTES, HandleKind, IndexWidth, PlanKind, UnknownDataType,
+};
 pub use id::{BindingId, Incarnation, IncarnationError, Lane, RegionId, SessionId, SignatureHash};
 pub use refusal::{Leaves, Refusal, RefusalCode, UnknownCode};
 pub use version::{PROTOCOL_NEWEST, PROTOCOL_OLDEST, ProtocolVersion};

@@ -4,8 +4,8 @@ use crate::{Refusal, RefusalCode};
 
 /// The oldest version that this build serves.
 pub const PROTOCOL_OLDEST: u32 = 1;
-/// The newest version that this build speaks. Version 2 added `OpenRequest.label`.
-pub const PROTOCOL_NEWEST: u32 = 2;
+/// The newest version that this build speaks. Version 2 added `OpenRequest.label`, version 3 `RegisterRegionRequest.pieces`.
+pub const PROTOCOL_NEWEST: u32 = 3;
 
 /// A version that both sides speak.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -41,6 +41,12 @@ impl ProtocolVersion {
     pub fn has_label(self) -> bool {
         self.0 >= 2
     }
+
+    /// Whether a session of this version registers regions of pieces (since version 3).
+    #[must_use]
+    pub fn has_pieces(self) -> bool {
+        self.0 >= 3
+    }
 }
 
 #[cfg(test)]
@@ -64,5 +70,11 @@ mod tests {
     fn the_label_came_with_version_two() {
         assert!(!ProtocolVersion::agree(1).unwrap().has_label());
         assert!(ProtocolVersion::agree(2).unwrap().has_label());
+    }
+
+    #[test]
+    fn pieces_came_with_version_three() {
+        assert!(!ProtocolVersion::agree(2).unwrap().has_pieces());
+        assert!(ProtocolVersion::agree(3).unwrap().has_pieces());
     }
 }

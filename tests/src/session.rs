@@ -145,7 +145,7 @@ impl Session {
             kind: HandleKind::Memfd.into(),
             size_bytes,
             descriptors: Some(v1::DescriptorRef { tag, count: 1 }),
-            handle: Vec::new(),
+            pieces: Vec::new(),
         }
     }
 

@@ -124,7 +124,7 @@ fn handle_unsupported() -> Refusal {
     let session = Session::open(daemon.wire());
     let kind = HandleKind::CudaIpc.into();
     let request = session.region_request(1, 4096);
-    let request = RegisterRegionRequest { kind, descriptors: None, handle: vec![1; 64], ..request };
+    let request = RegisterRegionRequest { kind, descriptors: None, ..request };
     session.register_region(request).unwrap_err()
 }
 

@@ -77,17 +77,31 @@ fn handles_of_another_kind_or_length_are_refused() {
     let memory = Shared::new(vec![0; 1 << 16]);
     let tag = session.send(&[memory.descriptor()]);
     let good = session.region_request(tag, memory.bytes());
+    let piece = |size_bytes, handle| v1::RegionPiece {
+        size_bytes,
+        buffer_id: 1,
+        handle: random_bytes(handle, handle),
+    };
     let by_value = |kind: HandleKind, bytes| RegisterRegionRequest {
         kind: kind.into(),
         descriptors: None,
-        handle: random_bytes(bytes, bytes),
+        pieces: vec![piece(memory.bytes(), bytes)],
         ..good.clone()
     };
+    let half = memory.bytes() / 2;
     let mut cases = vec![
         ("no kind", RegisterRegionRequest { kind: 0, ..good.clone() }),
         ("an unknown kind", RegisterRegionRequest { kind: 99, ..good.clone() }),
         ("bytes for a memfd", by_value(HandleKind::Memfd, 64)),
         ("no descriptors", by_value(HandleKind::Memfd, 0)),
+        (
+            "two pieces for a memfd",
+            RegisterRegionRequest { pieces: vec![piece(half, 0); 2], ..good.clone() },
+        ),
+        (
+            "a piece of another size",
+            RegisterRegionRequest { pieces: vec![piece(half, 0)], ..good.clone() },
+        ),
         ("no size", RegisterRegionRequest { size_bytes: 0, ..good.clone() }),
     ];
     for bytes in [0, 1, 63, 64, 65, 1 << 20] {
@@ -109,7 +123,8 @@ fn a_handle_past_the_message_limit_is_an_error_and_the_daemon_lives() {
     let session = Session::open(daemon.wire());
     let mut request = session.region_request(1, 1 << 16);
     request.kind = HandleKind::CudaIpc.into();
-    request.handle = vec![7; 64 << 20];
+    let handle = vec![7; 64 << 20];
+    request.pieces = vec![v1::RegionPiece { size_bytes: 1 << 16, buffer_id: 1, handle }];
     let wire = daemon.connect();
     let mut registry = wire.registry().max_encoding_message_size(usize::MAX);
     let status = wire.ask(registry.register_region(request)).unwrap_err();

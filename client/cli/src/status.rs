@@ -63,6 +63,17 @@ fn device_text(status: &v1::DeviceStatus) -> String {
         "\nDevice {} ({}), {ready}, device process {}, {} restarts\n",
         device.kind, device.name, status.device_process_pid, status.restarts
     );
+    let footprint = status.footprint.unwrap_or_default();
+    let parts = [
+        ("context", footprint.context_bytes),
+        ("tables", footprint.tables_bytes),
+        ("words", footprint.words_bytes),
+    ];
+    // The host device takes nothing for itself.
+    if parts.iter().any(|(_, size)| *size > 0) {
+        let parts = parts.map(|(part, size)| format!("{part} {}", bytes(size)));
+        text.push_str(&format!("Takes for itself: {}\n", parts.join(", ")));
+    }
     section(&mut text, "Plans", &plans(&status.plans));
     let mut counters = Table::new(["COUNTER", "OF", "VALUE"]);
     for counter in status.counters.iter().filter(|counter| counter.value > 0) {
@@ -122,7 +133,7 @@ fn sessions(reply: &v1::InspectReply) -> Table {
 }
 
 fn regions(reply: &v1::InspectReply) -> Table {
-    let mut table = Table::new(["SESSION", "REGION", "KIND", "SIZE"]);
+    let mut table = Table::new(["SESSION", "REGION", "KIND", "SIZE", "PIECES"]);
     for session in &reply.sessions {
         for region in &session.regions {
             table.row([
@@ -130,6 +141,7 @@ fn regions(reply: &v1::InspectReply) -> Table {
                 region.region_id.to_string(),
                 json::handle_kind(region.kind),
                 bytes(region.size_bytes),
+                grouped(region.pieces.into()),
             ]);
         }
     }

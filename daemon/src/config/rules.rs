@@ -101,6 +101,7 @@ impl Settings {
             ("limits.sessions_max", limits.sessions_max.into(), 65_536),
             ("limits.regions_max", limits.regions_max.into(), 65_536),
             ("limits.layers_max", limits.layers_max.into(), 65_536),
+            ("limits.pieces_max", limits.pieces_max.into(), 65_536),
             ("limits.descriptors_pending_max", limits.descriptors_pending_max.into(), 65_536),
             ("limits.region_bytes_max", limits.region_bytes_max, 1 << 62),
             ("limits.selected_max", limits.selected_max, 1 << 20),

@@ -4,15 +4,12 @@
 //! are dropped here, never on the executor's thread.
 
 use std::collections::HashMap;
-use std::os::fd::OwnedFd;
 use std::sync::{Arc, Weak};
 
 use statecopy_descriptors::Doorbell;
-use statecopy_kernels::device::{
-    AllocationId, Announced, Device, Import as _, Piece, PieceHandle, Region,
-};
+use statecopy_kernels::device::{AllocationId, Announced, Device, Import as _, Piece, Region};
 use statecopy_kernels::guard::ServingGuard;
-use statecopy_proto::{HandleKind, Refusal, RefusalCode, RegionId, SessionId};
+use statecopy_proto::{Refusal, RefusalCode, RegionId, SessionId};
 use statecopy_session::Executor as Ring;
 
 use crate::record::{
@@ -62,6 +59,8 @@ pub(super) struct Preparer<D: Device> {
     tables: Tables<D>,
     sessions: HashMap<SessionId, Session<D>>,
     mappings: HashMap<AllocationId, Weak<D::Region>>,
+    /// The region that is being mapped. Dropped with a piece that is refused, so that nothing of it stays.
+    importing: Option<(SessionId, RegionId, D::Import)>,
     launch_bytes_max: u64,
 }
 
@@ -79,6 +78,7 @@ impl<D: Device> Preparer<D> {
             tables: Tables::default(),
             sessions: HashMap::new(),
             mappings: HashMap::new(),
+            importing: None,
             launch_bytes_max,
         }
     }
@@ -96,17 +96,37 @@ impl<D: Device> Preparer<D> {
         self.executor.open(session, ring, bell, selected_max, counts)
     }
 
-    /// Maps a region. Two regions of one allocation share one mapping.
-    pub(super) fn import_region(
+    /// Maps some pieces of a region; with the last ones it is there, after a refusal nothing of it is. A part of another
+    /// region than the one that is being mapped begins that one instead.
+    pub(super) fn import_part(
+        &mut self,
+        (session, region): (SessionId, RegionId),
+        announced: Announced,
+        pieces: Vec<Piece>,
+        last: bool,
+    ) -> Result<(), Refusal> {
+        let under_way = self.importing.take().filter(|at| (at.0, at.1) == (session, region));
+        let mut import = match under_way {
+            Some((_, _, import)) => import,
+            None => self.device.import(announced)?,
+        };
+        for piece in pieces {
+            import.add(piece)?;
+        }
+        if last {
+            return self.adopt(session, region, import.finish()?);
+        }
+        self.importing = Some((session, region, import));
+        Ok(())
+    }
+
+    /// Two regions of one allocation share one mapping.
+    fn adopt(
         &mut self,
         session: SessionId,
         region: RegionId,
-        bytes: u64,
-        descriptor: OwnedFd,
+        imported: D::Region,
     ) -> Result<(), Refusal> {
-        let announced = Announced { kind: HandleKind::Memfd, bytes, pieces: 1 };
-        let piece = Piece { bytes, buffer: 0, handle: PieceHandle::Descriptor(descriptor) };
-        let imported = self.device.import(announced)?.of([piece])?;
         let allocation = imported.allocation();
         self.mappings.retain(|_, mapping| mapping.strong_count() > 0);
         let shared = match self.mappings.get(&allocation).and_then(Weak::upgrade) {

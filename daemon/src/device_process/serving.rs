@@ -9,7 +9,7 @@ use statecopy_session::{
     Executor as Ring, Identity, LayoutError, Parameters, SessionMemory, Waker,
 };
 
-use crate::link::{self, FindingMessage, LinkError, Reply, Request};
+use crate::link::{self, FindingMessage, LinkError, PIECES_A_PART, Reply, Request};
 use crate::record::{
     LayerRecord, Progress, RebindRecord, RegistrationRecord, RingInspection, SetRecord,
 };
@@ -18,7 +18,7 @@ use super::preparer::Preparer;
 use super::reply;
 
 /// The most descriptors that a request brings.
-const REQUEST_DESCRIPTORS: usize = 2;
+const REQUEST_DESCRIPTORS: usize = PIECES_A_PART;
 
 /// A request that came in parts and is not complete.
 #[derive(Debug, Default)]
@@ -62,9 +62,10 @@ fn answer<D: Device>(
     match request {
         Request::Start(_) => Err(LinkError::OutOfTurn("a second start")),
         Request::Shutdown => Ok(Vec::new()),
-        Request::ImportRegion { session, region, bytes } => {
-            let [descriptor] = exactly(descriptors)?;
-            Ok(done(preparer.import_region(session, region, bytes, descriptor)))
+        Request::ImportRegion { session, region, announced, pieces, last } => {
+            let pieces = link::join(pieces, descriptors)?;
+            let taken = preparer.import_part((session, region), announced.into(), pieces, last);
+            Ok(if last || taken.is_err() { done(taken) } else { vec![Reply::Taken] })
         }
         Request::OpenSession { session, slots, inline_bytes, resumed } => {
             let sizes = Parameters::new(slots, inline_bytes);
@@ -78,7 +79,7 @@ fn answer<D: Device>(
             parts.registration.layers.extend(layers?);
             parts.registration.sets.extend(sets.into_iter().map(SetRecord::from));
             if !last {
-                return Ok(Vec::new());
+                return Ok(vec![Reply::Taken]);
             }
             let registration = std::mem::take(&mut parts.registration);
             if resumed {
@@ -91,7 +92,7 @@ fn answer<D: Device>(
                 layers.into_iter().map(TryInto::try_into).collect();
             parts.moves.extend(layers?);
             if !last {
-                return Ok(Vec::new());
+                return Ok(vec![Reply::Taken]);
             }
             Ok(done(preparer.rebind(session, &std::mem::take(&mut parts.moves))))
         }

@@ -5,12 +5,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use statecopy_descriptors::{Connection, Doorbell, Mapping, SealedMemory};
+use statecopy_kernels::device::{Announced, Piece, PieceHandle};
 use statecopy_kernels::guard::{Door, ServingGuard};
 use statecopy_kernels::host::{HostDevice, HostOptions};
 use statecopy_kernels::layout::CacheLayout;
 use statecopy_proto::{
-    BindingId, DataType, Direction, Incarnation, IndexWidth, Lane, PlanKind, Refusal, RefusalCode,
-    RegionId, SessionId, SignatureHash,
+    BindingId, DataType, Direction, HandleKind, Incarnation, IndexWidth, Lane, PlanKind, Refusal,
+    RefusalCode, RegionId, SessionId, SignatureHash,
 };
 use statecopy_session::{
     CopyRequest, FlagSource, Identity, IndexSource, Indices, MonotonicNs, Moved, Packed,
@@ -69,6 +70,18 @@ fn memory() -> (OwnedFd, Mapping) {
     (memory.try_clone_fd().unwrap(), memory.map().unwrap())
 }
 
+fn import(
+    preparer: &mut Preparer<HostDevice>,
+    session: SessionId,
+    region: RegionId,
+    descriptor: OwnedFd,
+) {
+    let announced = Announced { kind: HandleKind::Memfd, bytes: REGION_BYTES, pieces: 1 };
+    let handle = PieceHandle::Descriptor(descriptor);
+    let pieces = vec![Piece { bytes: REGION_BYTES, buffer: 0, handle }];
+    preparer.import_part((session, region), announced, pieces, true).unwrap();
+}
+
 impl Rig {
     fn new() -> Self {
         let identity = Identity { incarnation: Incarnation::new([7; 16]), session: SessionId(0) };
@@ -93,8 +106,8 @@ impl Rig {
         let executor = executor::start(&*device, setup).unwrap();
         let mut preparer = Preparer::new(device, Arc::clone(&guard), executor, launch_bytes_max);
         let ((cache_fd, cache), (packed_fd, packed)) = (memory(), memory());
-        preparer.import_region(WORKER, CACHE, REGION_BYTES, cache_fd).unwrap();
-        preparer.import_region(WORKER, PACKED, REGION_BYTES, packed_fd).unwrap();
+        import(&mut preparer, WORKER, CACHE, cache_fd);
+        import(&mut preparer, WORKER, PACKED, packed_fd);
         let published = Vec::new();
         Self { preparer, ring, supervisor, link, guard, counters, cache, packed, published }
     }
@@ -359,7 +372,7 @@ fn sleep_and_wake_need_no_new_prepare_and_other_signatures_are_refused() {
         assert_eq!(rig.run(&request, &[0]), Err(RefusalCode::RegionUnknown));
     }
     let (fd, mapping) = memory();
-    rig.preparer.import_region(WORKER, RegionId(5), REGION_BYTES, fd).unwrap();
+    import(&mut rig.preparer, WORKER, RegionId(5), fd);
     let to = |it: &LayerRecord| RebindRecord {
         binding: it.binding,
         region: RegionId(5),
@@ -549,13 +562,13 @@ fn layers_that_slept_when_the_device_process_died_sleep_in_the_next_and_can_be_w
     // What the next device process is told: the regions that are left, then the registration.
     rig.preparer.close_session(WORKER).unwrap();
     let (packed_fd, _packed) = memory();
-    rig.preparer.import_region(WORKER, PACKED, REGION_BYTES, packed_fd).unwrap();
+    import(&mut rig.preparer, WORKER, PACKED, packed_fd);
     rig.preparer.restore(WORKER, registration()).unwrap();
     for request in [&request, &both] {
         assert_eq!(rig.run(request, &[0]), Err(RefusalCode::RegionUnknown));
     }
     let (cache_fd, _cache) = memory();
-    rig.preparer.import_region(WORKER, CACHE, REGION_BYTES, cache_fd).unwrap();
+    import(&mut rig.preparer, WORKER, CACHE, cache_fd);
     let wake = |layer: LayerRecord| RebindRecord {
         binding: layer.binding,
         region: CACHE,

@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use statecopy_kernels::device::{DeviceDescription, Moved};
+use statecopy_kernels::device::{DeviceDescription, Footprint, Moved};
 use statecopy_proto::{
     BindingId, DataType, Direction, IndexWidth, Lane, Refusal, RefusalCode, RegionId, SessionId,
     SignatureHash,
@@ -32,6 +32,8 @@ pub struct DeviceState {
     pub restarts: u64,
     /// Whether it failed for good and the daemon must end.
     pub failed: bool,
+    /// What the one that served last takes of the device.
+    pub footprint: Footprint,
 }
 
 /// Where a copy's indices are.

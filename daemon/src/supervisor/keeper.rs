@@ -60,7 +60,12 @@ pub async fn start(
     let spawner = Spawner::new(program).map_err(|error| error.to_refusal())?;
     let (process, description) =
         DeviceProcess::start(&spawner, &setup).await.map_err(|error| error.to_refusal())?;
-    let state = DeviceState { pid: process.pid, ready: true, restarts: 0, failed: false };
+    let state = DeviceState {
+        pid: process.pid,
+        ready: true,
+        footprint: process.footprint,
+        ..DeviceState::default()
+    };
     let (handle, channels) = DeviceHandle::new(Arc::new(description), Arc::new(counters), state);
     channels.process.send_replace(Some(process.pidfd()));
     let keeper = Keeper {
@@ -216,16 +221,19 @@ impl Keeper {
         self.calls.push_back(Call::shutdown());
     }
 
-    /// Sends the front call, if it has not been sent. The shutdown goes last, after every copy.
+    /// Sends what the front call has to say now. The shutdown goes last, after every copy.
     async fn send_next(&mut self, process: &mut DeviceProcess) -> Result<(), LinkError> {
         let Some(call) = self.calls.front_mut() else { return Ok(()) };
-        if call.sent || (call.is_shutdown() && !self.copies.is_empty()) {
-            return Ok(());
+        if !call.sent {
+            if call.is_shutdown() && !self.copies.is_empty() {
+                return Ok(());
+            }
+            call.begin(process.next_id())?;
         }
-        let messages = call.messages()?;
-        call.sent = true;
-        call.id = process.next_id();
-        process.send(call.id, &messages).await
+        match call.next_part() {
+            Some(part) => process.send(call.id, &part).await,
+            None => Ok(()),
+        }
     }
 
     fn hear(&mut self, (id, reply): (u64, Reply)) -> Result<(), LinkError> {
@@ -272,6 +280,7 @@ impl Keeper {
                             ready: true,
                             restarts: state.restarts + 1,
                             failed: false,
+                            footprint: process.footprint,
                         };
                     });
                     info!(pid = process.pid, "The device process was started again");

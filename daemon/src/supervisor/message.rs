@@ -34,6 +34,7 @@ pub(crate) fn limits(limits: &Limits) -> v1::Limits {
         descriptors_pending_max: limits.descriptors_pending_max,
         selected_max: limits.selected_max,
         region_bytes_max: limits.region_bytes_max,
+        pieces_max: limits.pieces_max,
     }
 }
 
@@ -48,8 +49,9 @@ pub(crate) fn layout(layout: &CacheLayout) -> v1::CacheLayout {
 pub(crate) fn region_status(region: &HeldRegion) -> v1::RegionStatus {
     v1::RegionStatus {
         region_id: region.record.id.0,
-        kind: region.kind.into(),
+        kind: region.record.kind.to_message().into(),
         size_bytes: region.record.bytes,
+        pieces: u32::try_from(region.record.pieces.len()).unwrap_or(u32::MAX),
     }
 }
 
@@ -144,6 +146,11 @@ pub(crate) fn device_status(device: &DeviceHandle, plans: &[PlanInspection]) -> 
         restarts: state.restarts,
         plans: plans.iter().map(plan_status).collect(),
         counters: counters.collect(),
+        footprint: Some(v1::DeviceFootprint {
+            context_bytes: state.footprint.context,
+            tables_bytes: state.footprint.tables,
+            words_bytes: state.footprint.words,
+        }),
     }
 }
 

@@ -16,6 +16,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use statecopy_kernels::device::AllocationId;
 use statecopy_proto::descriptor_socket::Token;
 use statecopy_proto::{
     BindingId, Incarnation, ProtocolVersion, Refusal, RefusalCode, RegionId, SessionId, v1,
@@ -31,6 +32,7 @@ use super::device::DeviceHandle;
 use super::message;
 use super::peer::Caller;
 use crate::config::Limits;
+use crate::record::RegionRecord;
 
 pub(crate) use self::attach::serve_descriptors;
 pub(crate) use self::ending::{end_session, watch_attach};
@@ -97,6 +99,8 @@ pub(crate) struct Grant {
     pub(crate) id: SessionId,
     /// Its device.
     pub(crate) device: DeviceHandle,
+    /// The version that it speaks.
+    pub(crate) version: ProtocolVersion,
     /// Whoever changes what the session owns holds the one permit.
     pub(crate) turn: Arc<Semaphore>,
     /// Cancelled when the session is over.
@@ -141,7 +145,8 @@ struct Table {
 impl Table {
     fn descriptors_held(&self) -> u64 {
         let held = self.sessions.values().map(|session| {
-            let regions = session.regions.len() as u64;
+            let regions = session.regions.values().map(|region| region.record.descriptors());
+            let regions: u64 = regions.sum();
             DESCRIPTORS_A_SESSION + regions + u64::from(session.descriptors_pending)
         });
         held.sum()
@@ -340,10 +345,15 @@ impl Sessions {
         Ok(region)
     }
 
-    /// A region is mapped.
-    pub(crate) fn add_region(&self, id: SessionId, region: HeldRegion) -> Result<(), Refusal> {
+    /// A region is mapped. `file`: the file behind it, where it is one.
+    pub(crate) fn add_region(
+        &self,
+        id: SessionId,
+        region: RegionRecord,
+        file: Option<AllocationId>,
+    ) -> Result<(), Refusal> {
         self.with(id, |session| {
-            session.regions.insert(region.record.id, region);
+            session.add_region(region, file);
             Ok(())
         })
     }

@@ -27,8 +27,16 @@ struct Device {
     device_process_pid: u32,
     ready: bool,
     restarts: u64,
+    footprint: Footprint,
     plans: Vec<Plan>,
     counters: Vec<Counter>,
+}
+
+#[derive(Debug, Serialize)]
+struct Footprint {
+    context_bytes: u64,
+    tables_bytes: u64,
+    words_bytes: u64,
 }
 
 #[derive(Debug, Serialize)]
@@ -77,6 +85,7 @@ struct Region {
     region_id: u64,
     kind: String,
     size_bytes: u64,
+    pieces: u32,
 }
 
 #[derive(Debug, Serialize)]
@@ -143,8 +152,19 @@ impl From<&v1::DeviceStatus> for Device {
             device_process_pid: status.device_process_pid,
             ready: status.ready,
             restarts: status.restarts,
+            footprint: Footprint::from(&status.footprint.unwrap_or_default()),
             plans: status.plans.iter().map(Plan::from).collect(),
             counters: status.counters.iter().map(counter).collect(),
+        }
+    }
+}
+
+impl From<&v1::DeviceFootprint> for Footprint {
+    fn from(footprint: &v1::DeviceFootprint) -> Self {
+        Self {
+            context_bytes: footprint.context_bytes,
+            tables_bytes: footprint.tables_bytes,
+            words_bytes: footprint.words_bytes,
         }
     }
 }
@@ -176,6 +196,7 @@ impl From<&v1::SessionStatus> for Session {
             region_id: region.region_id,
             kind: handle_kind(region.kind),
             size_bytes: region.size_bytes,
+            pieces: region.pieces,
         };
         Self {
             session_id: session.session_id,

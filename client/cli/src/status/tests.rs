@@ -22,6 +22,11 @@ fn reply() -> v1::InspectReply {
     let device = v1::DeviceStatus {
         device: Some(v1::DeviceDescription { kind: "host".into(), ..Default::default() }),
         ready: true,
+        footprint: Some(v1::DeviceFootprint {
+            context_bytes: 512 << 20,
+            tables_bytes: 8 << 20,
+            words_bytes: 0,
+        }),
         plans: vec![plan],
         counters: vec![counter("statecopy_copies_total", 5), counter("statecopy_quiet_total", 0)],
         ..Default::default()
@@ -32,8 +37,12 @@ fn reply() -> v1::InspectReply {
         plan: v1::PlanKind::Fused.into(),
         ..Default::default()
     };
-    let region =
-        v1::RegionStatus { region_id: 7, kind: v1::HandleKind::Memfd.into(), size_bytes: 1 << 30 };
+    let region = v1::RegionStatus {
+        region_id: 7,
+        kind: v1::HandleKind::CudaVmm.into(),
+        size_bytes: 1 << 30,
+        pieces: 52,
+    };
     let session = v1::SessionStatus {
         session_id: 3,
         label: "rank 0".into(),
@@ -60,7 +69,8 @@ fn the_tables_show_sessions_regions_layers_plans_and_counters() {
         "00000000000000ab  fused  published  float32 24x12x128x128 every 5,308,416",
         "gather/int32 (1,234)",
         "rank 0",
-        "memfd  1.00 GiB",
+        "cuda_vmm  1.00 GiB      52",
+        "Takes for itself: context 512.00 MiB, tables 8.00 MiB, words 0 B",
         "layers.0",
         "statecopy_copies_total",
     ] {
@@ -100,6 +110,8 @@ fn the_json_has_names_in_place_of_numbers() {
     assert_eq!(plan["variants"][0]["launches"], 1_234);
     assert_eq!(status["devices"][0]["counters"][1]["value"], 0);
     let session = &status["sessions"][0];
-    assert_eq!(session["regions"][0]["kind"], "memfd");
+    assert_eq!(session["regions"][0]["kind"], "cuda_vmm");
+    assert_eq!(session["regions"][0]["pieces"], 52);
+    assert_eq!(status["devices"][0]["footprint"]["tables_bytes"], 8 << 20);
     assert_eq!(session["layers"][0]["signature"], plan["signature"]);
 }

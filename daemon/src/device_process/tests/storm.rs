@@ -94,7 +94,7 @@ fn a_storm_over_one_session_memory_leaves_every_other_copy_right() {
     rig.fill_cache();
     for round in 1..=ROUNDS {
         for region in [CACHE, PACKED] {
-            rig.preparer.import_region(HOSTILE, region, REGION_BYTES, memory().0).unwrap();
+            import(&mut rig.preparer, HOSTILE, region, memory().0);
         }
         rig.preparer.register(HOSTILE, registration(), &mut |_| {}).unwrap();
         let (memory, mut ring) = open_ring(&mut rig, HOSTILE);

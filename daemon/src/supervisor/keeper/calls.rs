@@ -1,5 +1,7 @@
 //! Requests of the link on their way: what was asked, what has been heard so far, and what follows from the answer.
 
+use std::collections::VecDeque;
+
 use statecopy_proto::{Refusal, RefusalCode, SessionId};
 
 use crate::link::{LinkError, Reply, Request};
@@ -28,6 +30,9 @@ pub(super) struct Call {
     shutdown: bool,
     pub(super) sent: bool,
     pub(super) id: u64,
+    /// What is still to be sent, and whether the answer to what was sent last is awaited.
+    parts: VecDeque<Message>,
+    awaiting: bool,
     deaths: u32,
     heard: Heard,
 }
@@ -55,7 +60,33 @@ impl Call {
     }
 
     fn of(command: Option<Command>, shutdown: bool) -> Self {
-        Self { command, shutdown, sent: false, id: 0, deaths: 0, heard: Heard::default() }
+        Self {
+            command,
+            shutdown,
+            sent: false,
+            id: 0,
+            parts: VecDeque::new(),
+            awaiting: false,
+            deaths: 0,
+            heard: Heard::default(),
+        }
+    }
+
+    /// Puts it on its way under that number.
+    pub(super) fn begin(&mut self, id: u64) -> Result<(), LinkError> {
+        self.parts = self.messages()?.into();
+        self.sent = true;
+        self.id = id;
+        Ok(())
+    }
+
+    /// The next message, if it may be sent now.
+    pub(super) fn next_part(&mut self) -> Option<Message> {
+        if self.awaiting {
+            return None;
+        }
+        self.awaiting = true;
+        self.parts.pop_front()
     }
 
     pub(super) fn is_shutdown(&self) -> bool {
@@ -63,7 +94,7 @@ impl Call {
     }
 
     /// The messages that ask it.
-    pub(super) fn messages(&self) -> Result<Vec<Message>, LinkError> {
+    fn messages(&self) -> Result<Vec<Message>, LinkError> {
         let plain = |request| Ok(vec![(request, Vec::new())]);
         match &self.command {
             None | Some(Command::Copy(..) | Command::Shutdown(_)) => {
@@ -73,7 +104,7 @@ impl Call {
                 Ok(vec![records::open(*session, ring, self.deaths > 0)])
             }
             Some(Command::ImportRegion(session, region, _)) => {
-                Ok(vec![records::import(*session, region)])
+                Ok(records::import(*session, region))
             }
             Some(Command::DropRegion(session, region, _)) => {
                 plain(Request::DropRegion { session: *session, region: *region })
@@ -97,6 +128,13 @@ impl Call {
     pub(super) fn hear(&mut self, reply: Reply) -> Result<Outcome, LinkError> {
         match reply {
             Reply::Done => Ok(Outcome::Final),
+            Reply::Taken if self.parts.is_empty() => {
+                Err(LinkError::OutOfTurn("it wants more than there is"))
+            }
+            Reply::Taken => {
+                self.awaiting = false;
+                Ok(Outcome::More)
+            }
             Reply::Refused(refusal) => {
                 self.heard.refused = Some(refusal.try_into()?);
                 Ok(Outcome::Final)
@@ -121,13 +159,13 @@ impl Call {
             }
             Reply::DeviceFailed { reason } => Err(LinkError::DeviceFailed(reason)),
             Reply::RingBroken { .. } => Err(LinkError::OutOfTurn("news as an answer")),
-            Reply::Ready(_) => Err(LinkError::OutOfTurn("it was ready before")),
+            Reply::Ready { .. } => Err(LinkError::OutOfTurn("it was ready before")),
         }
     }
 
     /// Writes down what the answer changed, and passes it on.
     pub(super) fn finish(self, records: &mut Records) {
-        let Self { command, heard, .. } = self;
+        let Self { command, heard, parts, .. } = self;
         let Heard { refused, published, found } = heard;
         let done = refused.map_or(Ok(()), Err);
         let accepted = done.is_ok();
@@ -140,8 +178,11 @@ impl Call {
                 drop(answer.send(done));
             }
             Some(Command::ImportRegion(session, region, answer)) => {
+                // Before the answer: whoever waits for it closes the descriptors of a refused region, where that may take long.
                 if accepted {
                     records.add_region(session, region);
+                } else {
+                    drop((region, parts));
                 }
                 drop(answer.send(done));
             }
@@ -179,6 +220,8 @@ impl Call {
     /// The device process died under it: it is asked again, unless it is the second time.
     pub(super) fn survived_death(&mut self) {
         self.heard = Heard::default();
+        self.parts.clear();
+        self.awaiting = false;
         self.deaths += 1;
         if self.deaths >= DEATHS_MAX {
             let sentence = "The device process died twice while it was doing this";
@@ -243,9 +286,11 @@ pub(super) async fn replay(
     let mut replayed = Replayed::default();
     for (session, messages) in requests {
         let id = process.next_id();
-        process.send(id, &messages).await?;
-        let mut call = Call::shutdown();
+        let mut call = Call { parts: messages.into(), ..Call::of(None, true) };
         loop {
+            if let Some(part) = call.next_part() {
+                process.send(id, &part).await?;
+            }
             let (answered, reply) = process::receive(&process.link).await?;
             if let Reply::RingBroken { session, reason } = reply {
                 replayed.broken.push((session, reason));

@@ -12,7 +12,7 @@ use statecopy_descriptors::{
     AsyncConnection, AsyncDoorbell, Connection, Doorbell, MESSAGE_BYTES_MAX, SealedMemory,
     pidfd_open,
 };
-use statecopy_kernels::device::DeviceDescription;
+use statecopy_kernels::device::{DeviceDescription, Footprint};
 use statecopy_proto::{Incarnation, Refusal, RefusalCode, SessionId};
 use statecopy_session::{
     Identity, LayoutError, Parameters, SessionMemory, SessionMemoryError, Submitter,
@@ -165,6 +165,8 @@ pub(super) struct DeviceProcess {
     pub(super) answers: AsyncDoorbell,
     pub(super) exit: oneshot::Receiver<ExitStatus>,
     pub(super) link: AsyncConnection,
+    /// What it takes of the device.
+    pub(super) footprint: Footprint,
     pidfd: Arc<OwnedFd>,
     next_id: u64,
 }
@@ -202,6 +204,7 @@ impl DeviceProcess {
             answers: AsyncDoorbell::new(answer_bell).map_err(StartError::Descriptor)?,
             exit: child.exit,
             link: AsyncConnection::new(ours).map_err(LinkError::from)?,
+            footprint: Footprint::default(),
             pidfd: Arc::new(child.pidfd),
             next_id: 0,
         };
@@ -216,7 +219,10 @@ impl DeviceProcess {
         let request = Request::Start(setup.settings.clone());
         send(&process.link, id, &request, &descriptors).await?;
         match receive(&process.link).await? {
-            (_, Reply::Ready(description)) => Ok((process, description.try_into()?)),
+            (_, Reply::Ready { description, footprint }) => {
+                process.footprint = footprint.into();
+                Ok((process, description.try_into()?))
+            }
             (_, Reply::Refused(refusal)) => Err(StartError::Refused(refusal.try_into()?)),
             _ => Err(LinkError::OutOfTurn("an answer before it was ready").into()),
         }
@@ -233,13 +239,11 @@ impl DeviceProcess {
         self.next_id
     }
 
-    /// Sends one request, in as many messages as it needs.
-    pub(super) async fn send(&self, id: u64, requests: &[Message]) -> Result<(), LinkError> {
-        for (request, descriptors) in requests {
-            let descriptors: Vec<_> = descriptors.iter().map(|fd| fd.as_fd()).collect();
-            send(&self.link, id, request, &descriptors).await?;
-        }
-        Ok(())
+    /// Sends one message of the request of that number.
+    pub(super) async fn send(&self, id: u64, message: &Message) -> Result<(), LinkError> {
+        let (request, descriptors) = message;
+        let descriptors: Vec<_> = descriptors.iter().map(|fd| fd.as_fd()).collect();
+        send(&self.link, id, request, &descriptors).await
     }
 
     /// Ends it by force. The exit is told as any other.

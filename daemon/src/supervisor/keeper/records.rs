@@ -6,8 +6,10 @@ use std::sync::Arc;
 
 use statecopy_proto::{RegionId, SessionId};
 
-use crate::link::{self, LinkError, Request};
-use crate::record::{RebindRecord, RegionHandle, RegionRecord, RegistrationRecord, RingRecord};
+use crate::link::{self, LinkError, PIECES_A_PART, Request};
+use crate::record::{
+    HandleRecord, PieceRecord, RebindRecord, RegionRecord, RegistrationRecord, RingRecord,
+};
 
 /// A request of the link, with the descriptors that go along.
 pub(super) type Message = (Request, Vec<Arc<OwnedFd>>);
@@ -71,7 +73,7 @@ impl Records {
         let mut requests = Vec::new();
         for (session, records) in &self.sessions {
             for region in records.regions.values() {
-                requests.push((*session, vec![import(*session, region)]));
+                requests.push((*session, import(*session, region)));
             }
             if let Some(registration) = &records.registration {
                 requests.push((*session, register(*session, registration, true)?));
@@ -96,11 +98,25 @@ pub(super) fn open(session: SessionId, ring: &RingRecord, resumed: bool) -> Mess
     (request, vec![Arc::clone(&ring.memory), Arc::clone(&ring.executor_bell)])
 }
 
-/// The message that maps a region.
-pub(super) fn import(session: SessionId, region: &RegionRecord) -> Message {
-    let RegionHandle::Memfd(descriptor) = &region.handle;
-    let request = Request::ImportRegion { session, region: region.id, bytes: region.bytes };
-    (request, vec![Arc::clone(descriptor)])
+/// The messages that map a region.
+pub(super) fn import(session: SessionId, region: &RegionRecord) -> Vec<Message> {
+    let parts = region.pieces.chunks(PIECES_A_PART);
+    let last_at = parts.len().saturating_sub(1);
+    let message = |(at, part): (usize, &[PieceRecord])| {
+        let descriptors = part.iter().filter_map(|piece| match &piece.handle {
+            HandleRecord::Descriptor(descriptor) => Some(Arc::clone(descriptor)),
+            HandleRecord::Value(_) => None,
+        });
+        let request = Request::ImportRegion {
+            session,
+            region: region.id,
+            announced: region.into(),
+            pieces: part.iter().map(Into::into).collect(),
+            last: at == last_at,
+        };
+        (request, descriptors.collect())
+    };
+    parts.enumerate().map(message).collect()
 }
 
 /// The messages of a registration. `resumed`: an earlier device process had published it.

@@ -1,9 +1,9 @@
 use std::sync::Arc;
 
-use statecopy_proto::PlanKind;
+use statecopy_proto::{HandleKind, PlanKind};
 
 use super::*;
-use crate::record::{PublishedBinding, RegionHandle, RegionRecord};
+use crate::record::{PublishedBinding, RegionRecord};
 use crate::supervisor::testing::{UUID, layer};
 
 /// Regions 1 and 2 are two memories; 3 is region 1 once more.
@@ -11,14 +11,11 @@ fn regions() -> BTreeMap<RegionId, HeldRegion> {
     let region = |id: u64, allocation: u64| {
         let record = RegionRecord {
             id: RegionId(id),
-            handle: RegionHandle::Memfd(Arc::new(std::fs::File::open("/dev/null").unwrap().into())),
+            kind: HandleKind::Memfd,
             bytes: 4096,
+            pieces: Arc::new([]),
         };
-        let held = HeldRegion {
-            record,
-            kind: v1::HandleKind::Memfd,
-            allocation: AllocationId(1, allocation),
-        };
+        let held = HeldRegion { record, allocation: AllocationId(1, allocation) };
         (RegionId(id), held)
     };
     [region(1, 1), region(2, 2), region(3, 1)].into()

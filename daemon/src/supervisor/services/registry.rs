@@ -3,23 +3,21 @@
 //! Each works in its session's turn and comes to its end whatever becomes of the caller, so that supervisor and device
 //! process always agree on what a session owns.
 
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use statecopy_descriptors::{MemoryError, SealedMemory};
-use statecopy_kernels::device::AllocationId;
 use statecopy_proto::v1::registry_service_server::RegistryService;
-use statecopy_proto::{Refusal, RefusalCode, RegionId, SessionId, v1};
+use statecopy_proto::{Refusal, RefusalCode, RegionId, v1};
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use super::{Deadline, Method, Services, goes_on, turn};
-use crate::record::{RegionHandle, RegionRecord};
+use crate::record::RegionRecord;
 use crate::supervisor::control::Control;
+use crate::supervisor::offered::{Offered, Terms};
 use crate::supervisor::registering::{self, Registering};
 use crate::supervisor::registration::Ground;
-use crate::supervisor::sessions::{Grant, HeldRegion, within};
+use crate::supervisor::sessions::Grant;
 
 /// A session's turn to change what it owns, with what it was granted on.
 struct Work {
@@ -183,87 +181,61 @@ impl Services {
 
 async fn import(work: &Work, request: v1::RegisterRegionRequest) -> Result<RegionId, Refusal> {
     let (sessions, id) = (&work.control.sessions, work.grant.id);
-    let bytes = request.size_bytes;
-    let kind = v1::HandleKind::try_from(request.kind).unwrap_or_default();
-    let control = Arc::clone(&work.control);
-    // What is refused is closed there: a foreign file system may take long for it.
-    let take = tokio::task::spawn_blocking(move || take_memory(&control, id, kind, &request));
-    let (fd, allocation) = take.await.unwrap_or_else(|_| Err(goes_on("ended by itself")))?;
-    let region = sessions.next_region(id)?;
-    let record = RegionRecord { id: region, handle: RegionHandle::Memfd(Arc::new(fd)), bytes };
-    work.grant.device.import_region(id, record.clone()).await?;
-    sessions.add_region(id, HeldRegion { record, kind, allocation })?;
-    Ok(region)
+    let (control, grant) = (Arc::clone(&work.control), work.grant.clone());
+    let offered = closing(move || take_memory(&control, &grant, request)).await?;
+    let Offered { kind, bytes, pieces, file } = offered;
+    let region = RegionRecord { id: sessions.next_region(id)?, kind, bytes, pieces };
+    let id_of_region = region.id;
+    match work.grant.device.import_region(id, region.clone()).await {
+        Ok(()) => sessions.add_region(id, region, file)?,
+        Err(refusal) => {
+            closing(move || {
+                drop(region);
+                Err(refusal)
+            })
+            .await?;
+        }
+    }
+    Ok(id_of_region)
+}
+
+/// Does what may close a foreign descriptor, which may take as long as its file system likes, away from the threads that
+/// serve.
+async fn closing<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
+) -> Result<T, Refusal> {
+    tokio::task::spawn_blocking(work).await.unwrap_or_else(|_| Err(goes_on("ended by itself")))
 }
 
 /// Takes the descriptors that the request names, and checks that they are the memory that it announces.
 fn take_memory(
     control: &Control,
-    id: SessionId,
-    kind: v1::HandleKind,
-    request: &v1::RegisterRegionRequest,
-) -> Result<(OwnedFd, AllocationId), Refusal> {
+    grant: &Grant,
+    request: v1::RegisterRegionRequest,
+) -> Result<Offered, Refusal> {
     // Taken first: whatever is wrong, nothing stays behind under the tag.
     let descriptors = match &request.descriptors {
-        Some(named) => control.sessions.take_descriptors(id, named.tag, named.count)?,
+        Some(named) => control.sessions.take_descriptors(grant.id, named.tag, named.count)?,
         None => Vec::new(),
     };
-    let bytes = request.size_bytes;
-    let max = control.settings.limits.region_bytes_max;
-    within("bytes in one region", "limits.region_bytes_max", bytes, max)?;
-    let memory = adopt(kind, descriptors, &request.handle, bytes)?;
-    let fd = memory.try_clone_fd().map_err(|error| no_descriptor(&error))?;
-    let allocation = memory.allocation();
-    Ok((fd, AllocationId(allocation.dev, allocation.ino)))
-}
-
-/// The memory that was offered.
-fn adopt(
-    kind: v1::HandleKind,
-    descriptors: Vec<OwnedFd>,
-    handle: &[u8],
-    bytes: u64,
-) -> Result<SealedMemory, Refusal> {
-    let invalid = |sentence: String| Refusal::new(RefusalCode::HandleInvalid, sentence);
-    match kind {
-        v1::HandleKind::Memfd => {}
-        v1::HandleKind::CudaIpc | v1::HandleKind::CudaVmm => {
-            let kind = kind.as_str_name();
-            let sentence = format!("The host device takes memory by MEMFD, not by {kind}");
-            return Err(Refusal::new(RefusalCode::HandleUnsupported, sentence).about("kind"));
-        }
-        v1::HandleKind::Unspecified => {
-            return Err(invalid("The handle is of no known kind".to_owned()).about("kind"));
-        }
-    }
-    if !handle.is_empty() {
-        let given = handle.len();
-        let sentence = format!("A MEMFD travels by descriptor; {given} bytes of handle came too");
-        return Err(invalid(sentence).about("handle"));
-    }
-    let [descriptor] = <[OwnedFd; 1]>::try_from(descriptors).map_err(|descriptors| {
-        let given = descriptors.len();
-        invalid(format!("A MEMFD is one descriptor, not {given}")).about("descriptors")
-    })?;
-    SealedMemory::adopt(descriptor, bytes).map_err(|error| memory_refused(&error))
-}
-
-fn memory_refused(error: &MemoryError) -> Refusal {
-    Refusal::new(RefusalCode::HandleInvalid, error.to_string()).about("descriptors")
-}
-
-fn no_descriptor(error: &std::io::Error) -> Refusal {
-    let sentence = format!("The daemon can hold no more descriptors (RLIMIT_NOFILE): {error}");
-    Refusal::new(RefusalCode::QuotaExceeded, sentence)
-        .remedied_by("Release regions, or start the daemon with a higher limit of open files.")
+    let terms = Terms {
+        device: grant.device.description(),
+        limits: &control.settings.limits,
+        has_pieces: grant.version.has_pieces(),
+    };
+    terms.parse(request, descriptors)
 }
 
 /// Gives back a region whose caller never heard of it.
 async fn take_back(work: &Work, region: RegionId) {
     let id = work.grant.id;
-    if work.control.sessions.remove_region(id, region).is_ok()
-        && let Err(refusal) = work.grant.device.drop_region(id, region).await
-    {
+    let Ok(held) = work.control.sessions.remove_region(id, region) else { return };
+    let dropped = work.grant.device.drop_region(id, region).await;
+    let closed = closing(move || {
+        drop(held);
+        dropped
+    });
+    if let Err(refusal) = closed.await {
         tracing::warn!(session = id.0, region = region.0, %refusal, "a region was not taken back");
     }
 }
@@ -276,8 +248,13 @@ async fn release_region(
 ) -> Result<(), Refusal> {
     let _turn = turn(&grant, deadline).await?;
     let region = RegionId(request.region_id);
-    let _held = control.sessions.remove_region(grant.id, region)?;
-    grant.device.drop_region(grant.id, region).await
+    let held = control.sessions.remove_region(grant.id, region)?;
+    let dropped = grant.device.drop_region(grant.id, region).await;
+    closing(move || {
+        drop(held);
+        dropped
+    })
+    .await
 }
 
 async fn rebind(work: Work, request: v1::RebindRequest) -> Result<(), Refusal> {

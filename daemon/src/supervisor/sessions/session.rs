@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use statecopy_kernels::device::AllocationId;
-use statecopy_proto::{Refusal, RefusalCode, RegionId, SessionId, v1};
+use statecopy_proto::{ProtocolVersion, Refusal, RefusalCode, RegionId, SessionId, v1};
 use statecopy_session::SessionMemory;
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio_util::sync::CancellationToken;
@@ -22,9 +22,8 @@ use crate::supervisor::peer::Caller;
 pub(crate) struct HeldRegion {
     /// The record that the device process was told.
     pub(crate) record: RegionRecord,
-    /// How it came.
-    pub(crate) kind: v1::HandleKind,
-    /// The allocation behind it.
+    /// The allocation behind it: the file, or what the session's worker says is the same memory. Never compared between
+    /// sessions.
     pub(crate) allocation: AllocationId,
 }
 
@@ -62,7 +61,7 @@ pub(super) struct Session {
     pub(super) events: Option<mpsc::Sender<EventItem>>,
     pub(super) copies: u64,
     pub(super) refusals: u64,
-    version: u32,
+    version: ProtocolVersion,
     label: String,
     descriptors: BTreeMap<u64, Vec<OwnedFd>>,
     turn: Arc<Semaphore>,
@@ -83,7 +82,7 @@ impl Session {
             events: None,
             copies: 0,
             refusals: 0,
-            version: opening.version.get(),
+            version: opening.version,
             label: opening.label,
             descriptors: BTreeMap::new(),
             turn: Arc::new(Semaphore::new(1)),
@@ -96,6 +95,7 @@ impl Session {
         Grant {
             id,
             device: self.device.clone(),
+            version: self.version,
             turn: Arc::clone(&self.turn),
             over: self.over.clone(),
             given_back: self.given_back.subscribe(),
@@ -123,6 +123,16 @@ impl Session {
         let count = u32::try_from(taken.len()).unwrap_or(u32::MAX);
         self.descriptors_pending = self.descriptors_pending.saturating_sub(count);
         taken
+    }
+
+    pub(super) fn add_region(&mut self, record: RegionRecord, file: Option<AllocationId>) {
+        let said = || {
+            let same = self.regions.values().find(|held| held.record.is_said_to_be(&record));
+            // No file lies on device 0.
+            same.map_or(AllocationId(0, record.id.0), |held| held.allocation)
+        };
+        let allocation = file.unwrap_or_else(said);
+        self.regions.insert(record.id, HeldRegion { record, allocation });
     }
 
     pub(super) fn remove_region(
@@ -178,7 +188,7 @@ impl Session {
         v1::SessionStatus {
             session_id: id.0,
             label: self.label.clone(),
-            protocol_version: self.version,
+            protocol_version: self.version.get(),
             worker_pid: self.worker_pid.unwrap_or(0),
             worker_uid: self.opener.uid,
             device_uuid: message::uuid_text(self.device.description().uuid),

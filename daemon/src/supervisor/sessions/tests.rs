@@ -1,9 +1,10 @@
 use std::fs::File;
 use std::time::Duration;
 
-use statecopy_proto::PROTOCOL_NEWEST;
+use statecopy_proto::{HandleKind, PROTOCOL_NEWEST};
 
 use super::*;
+use crate::record::{HandleRecord, PieceRecord};
 use crate::supervisor::testing::scripted_device;
 
 const WORKER: Caller = Caller { uid: 1000, pid: Some(7) };
@@ -44,6 +45,73 @@ fn a_token_attaches_its_own_session_among_many() {
     assert_eq!(refusal.code(), RefusalCode::PermissionDenied);
     assert_eq!(sessions.totals().sessions.get("attaching"), Some(&4));
     assert_eq!(sessions.inspect()[2].worker_pid, 9);
+}
+
+#[test]
+fn a_region_costs_as_many_descriptors_as_it_has_pieces_of_them() {
+    let sessions = with_room(Limits::default(), DESCRIPTORS_A_SESSION + 5);
+    let id = open(&sessions, 1, later());
+    let descriptor = || OwnedFd::from(File::open("/dev/null").unwrap());
+    let piece = |buffer| PieceRecord {
+        bytes: 2048,
+        buffer,
+        handle: HandleRecord::Descriptor(Arc::new(descriptor())),
+    };
+    let region = |region, buffers: [u64; 2]| RegionRecord {
+        id: RegionId(region),
+        kind: HandleKind::CudaVmm,
+        bytes: 4096,
+        pieces: Arc::new(buffers.map(piece)),
+    };
+    sessions.add_region(id, region(1, [5, 6]), None).unwrap();
+    sessions.add_region(id, region(2, [5, 6]), None).unwrap();
+    let mut two = vec![descriptor(), descriptor()];
+    let refusal = sessions.add_descriptors(id, 1, &mut two).unwrap_err();
+    assert_eq!(refusal.subject(), "RLIMIT_NOFILE", "{refusal}");
+    sessions.remove_region(id, RegionId(2)).unwrap();
+    assert_eq!(sessions.add_descriptors(id, 1, &mut two).unwrap(), 2);
+}
+
+#[test]
+fn regions_that_their_worker_says_are_the_same_memory_are_one_allocation() {
+    let sessions = table(Limits::default());
+    let id = open(&sessions, 1, later());
+    let region = |region, kind, buffers: &[u64], value: u8| RegionRecord {
+        id: RegionId(region),
+        kind,
+        bytes: 4096,
+        pieces: buffers
+            .iter()
+            .map(|buffer| PieceRecord {
+                bytes: 2048,
+                buffer: *buffer,
+                handle: HandleRecord::Value(Box::new([value; 64])),
+            })
+            .collect(),
+    };
+    let (ipc, fabric) = (HandleKind::CudaIpc, HandleKind::CudaFabric);
+    for (at, (kind, buffers, value)) in [
+        (ipc, &[5][..], 1),
+        (ipc, &[5][..], 1),
+        // The handle comes back for another allocation, or another handle names it.
+        (ipc, &[6][..], 1),
+        (ipc, &[5][..], 2),
+        (fabric, &[5, 6][..], 1),
+        (fabric, &[6, 5][..], 1),
+        // A worker that cannot tell says nothing.
+        (fabric, &[0, 0][..], 1),
+        (fabric, &[0, 0][..], 1),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        sessions.add_region(id, region(at as u64, kind, buffers, value), None).unwrap();
+    }
+    let allocations: Vec<AllocationId> =
+        sessions.regions(id).unwrap().values().map(|held| held.allocation).collect();
+    assert_eq!(allocations[0], allocations[1]);
+    let different: std::collections::HashSet<_> = allocations[1..].iter().collect();
+    assert_eq!(different.len(), allocations.len() - 1);
 }
 
 #[test]

@@ -214,7 +214,7 @@ impl Worker {
             kind: v1::HandleKind::Memfd.into(),
             size_bytes: bytes,
             descriptors: Some(v1::DescriptorRef { tag: 7, count: 1 }),
-            handle: Vec::new(),
+            pieces: Vec::new(),
         };
         daemon.registry().register_region(request).await.map(|reply| reply.into_inner().region_id)
     }

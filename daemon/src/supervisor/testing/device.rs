@@ -62,7 +62,7 @@ pub(crate) fn scripted_device() -> ScriptedDevice {
         fused: vec![DataType::Float32],
     };
     let (_memory, counters) = Counters::create().unwrap();
-    let state = DeviceState { pid: 77, ready: true, restarts: 0, failed: false };
+    let state = DeviceState { pid: 77, ready: true, ..DeviceState::default() };
     let (handle, channels) = DeviceHandle::new(Arc::new(description), Arc::new(counters), state);
     let DeviceChannels { state, process, broken_rings, commands } = channels;
     process.send_replace(Some(Arc::new(statecopy_descriptors::open_pidfd_self().unwrap())));

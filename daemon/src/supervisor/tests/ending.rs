@@ -27,7 +27,7 @@ async fn running_copy(
 async fn readiness_says_why_not_and_liveness_stays() {
     let daemon = TestDaemon::start(|_| {}).await;
     assert_eq!(daemon.get("/readyz").await, (200, "ready\n".to_owned()));
-    let down = DeviceState { pid: 0, ready: false, restarts: 0, failed: false };
+    let down = DeviceState::default();
     daemon.device.state.send(down).unwrap();
     let (status, reason) = daemon.get("/readyz").await;
     assert_eq!(status, 503);
@@ -103,7 +103,7 @@ async fn the_grace_bounds_the_wait_for_requests_that_run() {
 #[tokio::test]
 async fn a_device_process_that_cannot_be_started_again_ends_the_daemon() {
     let daemon = TestDaemon::start(|_| {}).await;
-    let failed = DeviceState { pid: 0, ready: false, restarts: 9, failed: true };
+    let failed = DeviceState { restarts: 9, failed: true, ..DeviceState::default() };
     daemon.device.state.send(failed).unwrap();
     let (outcome, left) = daemon.end().await;
     assert!(matches!(outcome, Err(SupervisorError::DeviceFailed)), "{outcome:?}");

@@ -123,6 +123,10 @@ async fn a_registration_past_its_deadline_is_withdrawn() {
     assert_eq!(asked(&daemon, "release"), 1);
 }
 
+fn piece(handle: &[u8]) -> v1::RegionPiece {
+    v1::RegionPiece { size_bytes: 4096, buffer_id: 3, handle: handle.to_vec() }
+}
+
 #[tokio::test]
 async fn only_sealed_memory_of_the_announced_kind_size_and_count_becomes_a_region() {
     let daemon = TestDaemon::start(|settings| settings.limits.region_bytes_max = 1 << 20).await;
@@ -139,20 +143,22 @@ async fn only_sealed_memory_of_the_announced_kind_size_and_count_becomes_a_regio
     }
     let refused = worker.offer(&daemon, sealed(), (1 << 20) + 1).await;
     assert_eq!(code(refused), RefusalCode::QuotaExceeded);
-    let named = |kind: v1::HandleKind, descriptors, handle| v1::RegisterRegionRequest {
+    let named = |kind: v1::HandleKind, descriptors, handles: &[&[u8]]| v1::RegisterRegionRequest {
         session: worker.session(),
         kind: kind.into(),
         size_bytes: 4096,
         descriptors,
-        handle,
+        pieces: handles.iter().map(|handle| piece(handle)).collect(),
     };
     let none = Some(v1::DescriptorRef { tag: 99, count: 1 });
+    let handle: &[u8] = &[1; 64];
     for (request, expected) in [
-        (named(v1::HandleKind::Memfd, none, Vec::new()), RefusalCode::HandleInvalid),
-        (named(v1::HandleKind::Memfd, None, Vec::new()), RefusalCode::HandleInvalid),
-        (named(v1::HandleKind::Memfd, None, vec![1; 64]), RefusalCode::HandleInvalid),
-        (named(v1::HandleKind::Unspecified, None, Vec::new()), RefusalCode::HandleInvalid),
-        (named(v1::HandleKind::CudaIpc, None, vec![1; 64]), RefusalCode::HandleUnsupported),
+        (named(v1::HandleKind::Memfd, none, &[]), RefusalCode::HandleInvalid),
+        (named(v1::HandleKind::Memfd, None, &[]), RefusalCode::HandleInvalid),
+        (named(v1::HandleKind::Memfd, None, &[handle]), RefusalCode::HandleInvalid),
+        (named(v1::HandleKind::Memfd, None, &[&[], &[]]), RefusalCode::HandleInvalid),
+        (named(v1::HandleKind::Unspecified, None, &[]), RefusalCode::HandleInvalid),
+        (named(v1::HandleKind::CudaIpc, None, &[handle]), RefusalCode::HandleUnsupported),
     ] {
         assert_eq!(code(daemon.registry().register_region(request).await), expected);
     }

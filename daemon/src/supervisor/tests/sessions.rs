@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use statecopy_descriptors::SealedMemory;
 use statecopy_proto::descriptor_socket::{DaemonRecord, Token, WorkerRecord};
-use statecopy_proto::{PROTOCOL_NEWEST, Refusal, RefusalCode, v1};
+use statecopy_proto::{PROTOCOL_NEWEST, PROTOCOL_OLDEST, Refusal, RefusalCode, v1};
 use tokio_stream::StreamExt as _;
 
 use crate::supervisor::device::DeviceState;
@@ -55,8 +55,9 @@ async fn an_older_version_is_served_and_a_newer_one_refused_naming_both() {
     let status = ask(PROTOCOL_NEWEST + 1, "").await.unwrap_err();
     let refusal = Refusal::from_status(&status).unwrap();
     assert_eq!(refusal.code(), RefusalCode::VersionMismatch);
-    assert!(refusal.sentence().contains("version 3"), "{refusal}");
-    assert!(refusal.sentence().contains("1 to 2"), "{refusal}");
+    for named in [PROTOCOL_NEWEST + 1, PROTOCOL_OLDEST, PROTOCOL_NEWEST] {
+        assert!(refusal.sentence().contains(&named.to_string()), "{refusal}");
+    }
     assert_eq!(code(ask(2, &"x".repeat(129)).await), RefusalCode::QuotaExceeded);
 }
 
@@ -189,7 +190,7 @@ async fn waiting_descriptors_are_limited_and_must_be_as_many_as_announced() {
         kind: v1::HandleKind::Memfd.into(),
         size_bytes: 4096,
         descriptors: Some(v1::DescriptorRef { tag: 1, count: 3 }),
-        handle: Vec::new(),
+        pieces: Vec::new(),
     };
     assert_eq!(code(daemon.registry().register_region(request).await), RefusalCode::HandleInvalid);
     assert_eq!(send(2, 3, 3).await, DaemonRecord::Received { tag: 2, total: 3 });
@@ -221,7 +222,7 @@ async fn events_go_to_the_newest_stream_of_a_session() {
     let mut first = subscribe().await;
     let mut second = subscribe().await;
     assert!(first.next().await.is_none(), "the first stream ends");
-    let state = DeviceState { pid: 78, ready: true, restarts: 1, failed: false };
+    let state = DeviceState { pid: 78, ready: true, restarts: 1, ..DeviceState::default() };
     daemon.device.state.send(state).unwrap();
     let event = second.next().await.unwrap().unwrap();
     assert_eq!(event.incarnation, worker.session.incarnation);
@@ -247,11 +248,11 @@ async fn reflection_and_health_are_served() {
         };
         eventually(name, || async { (check().await == ServingStatus::Serving).then_some(()) })
             .await;
-        let down = DeviceState { pid: 0, ready: false, restarts: 0, failed: false };
+        let down = DeviceState::default();
         daemon.device.state.send(down).unwrap();
         eventually(name, || async { (check().await == ServingStatus::NotServing).then_some(()) })
             .await;
-        let up = DeviceState { pid: 1, ready: true, restarts: 0, failed: false };
+        let up = DeviceState { pid: 1, ready: true, ..DeviceState::default() };
         daemon.device.state.send(up).unwrap();
     }
     let mut request = tonic::Request::new(v1::PingRequest {});
