@@ -56,6 +56,7 @@ struct Arguments {
 const EXAMPLES: &str = "\
 Examples:
   statecopyd serve                                  serve the host device for this user
+  statecopyd serve --device cuda:0 --device cuda:1  serve two GPUs, each by a process of its own
   statecopyd serve --runtime-dir /tmp/sc --http-address off
   STATECOPY_LIMITS__LAYERS_MAX=69 statecopyd config print what would be in force, with a comment a setting
 
@@ -181,7 +182,7 @@ fn become_device_process() -> Exit {
 
 fn exit_of(error: &SupervisorError) -> Exit {
     match error {
-        SupervisorError::Config(_) => Exit::Config,
+        SupervisorError::Config(_) | SupervisorError::SameDevice { .. } => Exit::Config,
         SupervisorError::RuntimeDirectory(RuntimeDirectoryError::AlreadyRunning { .. }) => {
             Exit::AlreadyRunning
         }

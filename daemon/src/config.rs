@@ -3,6 +3,7 @@
 //! One structure holds every setting. Its documentation is written once, beside each field: it is what rustdoc shows,
 //! what `statecopyd config` prints above each value, and where the unit of a number stands.
 
+mod device;
 mod load;
 mod print;
 mod rules;
@@ -11,7 +12,9 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
+use statecopy_kernels::cuda::DRIVER_LIBRARY;
 
+pub use self::device::{DeviceName, UnknownDevice};
 pub use self::load::{Flags, Loaded, load};
 pub use self::print::{to_json, to_toml};
 pub use self::rules::ConfigError;
@@ -26,7 +29,7 @@ macro_rules! settings {
         }
     ) => {
         $(#[doc = $about])+
-        #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+        #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
         #[serde(default, deny_unknown_fields)]
         pub struct $name {
             $($(#[doc = $doc])+ pub $field: $kind,)*
@@ -52,8 +55,9 @@ settings! {
         /// Directory of the sockets and of the lock. Created with mode 0700 if missing.
         /// Default: $XDG_RUNTIME_DIR/statecopy, or /run/statecopy where that is not set.
         runtime_dir: PathBuf = PathBuf::from("/run/statecopy");
-        /// Devices to serve, each by its own device process. Known: "host".
-        devices: Vec<DeviceKind> = vec![DeviceKind::Host];
+        /// Devices to serve, each by its own device process: "host", "cuda:<ordinal>" or "cuda:<UUID>" (as nvidia-smi -L
+        /// prints it, with or without GPU- or MIG-). A session chooses among several by UUID.
+        devices: Vec<DeviceName> = vec![DeviceName::Host];
         /// Address of /metrics, /healthz and /readyz; port 0 takes any free one; "off" serves no HTTP.
         http_address: String = "127.0.0.1:9464".to_owned();
         /// Whether http_address may be one that other machines reach.
@@ -86,8 +90,15 @@ settings! {
         launch_bytes_max: u64 = 64 << 20;
         /// Libraries that LD_PRELOAD may name in the device process, by file name. Every other one is HOOK_PRESENT.
         allowed_preloads: Vec<String> = Vec::new();
+        /// Directory in which compiled kernels are kept. Created if missing. Default: $XDG_CACHE_HOME/statecopy/kernels, or
+        /// ~/.cache/statecopy/kernels, or /var/cache/statecopy/kernels where there is no home.
+        artifact_store: PathBuf = PathBuf::from("/var/cache/statecopy/kernels");
+        /// Directories with compiled kernels that are read before it and never written: those that an image brings along.
+        artifact_stores: Vec<PathBuf> = Vec::new();
         /// Bounds on what sessions own. A request past one is QUOTA_EXCEEDED.
         limits: Limits = Limits::default();
+        /// Where the libraries of CUDA devices are.
+        cuda: Cuda = Cuda::default();
         /// What is logged, and how.
         log: Log = Log::default();
         /// Switches for tests and for the search of faults.
@@ -118,6 +129,16 @@ settings! {
 }
 
 settings! {
+    /// Where the libraries of CUDA devices are.
+    Cuda {
+        /// The driver: a name that the loader searches for, or a path.
+        driver_library: PathBuf = PathBuf::from(DRIVER_LIBRARY);
+        /// Directory of NVRTC, which compiles what no store has. Unset: where the loader searches.
+        nvrtc_directory: Option<PathBuf> = None;
+    }
+}
+
+settings! {
     /// What is logged, and how.
     Log {
         /// "text" for people or "json" for machines, one line an event, on standard error.
@@ -133,14 +154,6 @@ settings! {
         /// End the device process when the compiler, the environment or the device allocator is entered after a seal.
         abort_after_seal: bool = false;
     }
-}
-
-/// A kind of device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
-#[serde(try_from = "String", into = "&'static str")]
-pub enum DeviceKind {
-    /// The memory and the cores of the machine.
-    Host,
 }
 
 /// The form of a log line.
@@ -193,14 +206,13 @@ macro_rules! names {
     };
 }
 
-names!(DeviceKind { Host = "host", });
 names!(LogFormat { Text = "text", Json = "json", });
 
 /// What one device process is started with.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeviceSettings {
-    /// Which kind.
-    pub kind: DeviceKind,
+    /// Which device.
+    pub device: DeviceName,
     /// Threads that copy on the host device.
     pub copy_threads: Option<NonZeroUsize>,
     /// How long the executor spins before it sleeps, in microseconds.
@@ -219,6 +231,12 @@ pub struct DeviceSettings {
     pub launch_bytes_max: u64,
     /// The largest `max_selected` of a layer: the ring has room for so many inline indices and flags a request.
     pub selected_max: u64,
+    /// Where compiled kernels are kept.
+    pub artifact_store: PathBuf,
+    /// Where they are looked for first.
+    pub artifact_stores: Vec<PathBuf>,
+    /// Where the libraries of CUDA devices are.
+    pub cuda: Cuda,
 }
 
 /// The arguments with which `/proc/self/exe` becomes a device process.
@@ -229,11 +247,11 @@ pub struct SelfProgram {
 }
 
 impl Settings {
-    /// What the device process of that kind is started with.
+    /// What the process of that device is started with.
     #[must_use]
-    pub fn device(&self, kind: DeviceKind) -> DeviceSettings {
+    pub fn device(&self, device: DeviceName) -> DeviceSettings {
         DeviceSettings {
-            kind,
+            device,
             copy_threads: self.copy_threads,
             spin_us: self.spin_us,
             busy_poll: self.busy_poll,
@@ -243,6 +261,9 @@ impl Settings {
             slots: self.slots,
             launch_bytes_max: self.launch_bytes_max,
             selected_max: self.limits.selected_max,
+            artifact_store: self.artifact_store.clone(),
+            artifact_stores: self.artifact_stores.clone(),
+            cuda: self.cuda.clone(),
         }
     }
 }

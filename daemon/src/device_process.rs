@@ -15,13 +15,13 @@ use rustix::thread::set_name;
 use statecopy_descriptors::{
     ChannelError, Connection, Doorbell, MemoryError, SealedMemory, file_bytes,
 };
-use statecopy_kernels::device::Device as _;
+use statecopy_kernels::device::Device;
 use statecopy_kernels::guard::ServingGuard;
 use statecopy_kernels::host::{HostDevice, HostOptions, cpus_allowed};
 use statecopy_proto::Refusal;
 use statecopy_session::{SessionMemory, SessionMemoryError, Waker};
 
-use crate::config::{DeviceKind, DeviceSettings};
+use crate::config::{DeviceName, DeviceSettings};
 use crate::counters::Counters;
 use crate::link::{self, LinkError, Reply, Request};
 
@@ -33,6 +33,7 @@ mod checks;
 mod compiled;
 mod copying;
 mod counts;
+mod cuda;
 mod executor;
 mod guard_export;
 #[cfg(any(test, feature = "hostile"))]
@@ -94,8 +95,11 @@ pub fn run() -> Result<(), DeviceProcessError> {
         io::stdin().as_fd().try_clone_to_owned().map_err(DeviceProcessError::NoLink)?;
     let link = Arc::new(Connection::from_fd(standard_input).map_err(LinkError::from)?);
     let (id, start) = Start::receive(&link)?;
-    match start.settings.kind {
-        DeviceKind::Host => run_host(&link, id, start),
+    match start.settings.device {
+        DeviceName::Host => run_device(&link, id, start, open_host),
+        DeviceName::Cuda(selector) => {
+            run_device(&link, id, start, |settings, guard| cuda::open(selector, settings, guard))
+        }
     }
 }
 
@@ -140,15 +144,24 @@ impl Start {
     }
 }
 
-fn run_host(link: &Arc<Connection>, id: u64, start: Start) -> Result<(), DeviceProcessError> {
-    let Start { settings, ring, executor_bell, supervisor_bell, counters, lock } = start;
-    let guard = Arc::new(ServingGuard::new(settings.abort_after_seal));
-    let options = HostOptions {
+fn open_host(settings: &DeviceSettings, guard: &Arc<ServingGuard>) -> Result<HostDevice, Refusal> {
+    HostDevice::open(HostOptions {
         copy_threads: settings.copy_threads.unwrap_or_else(cpus_allowed),
         allowed_preloads: settings.allowed_preloads.clone(),
-        ..HostOptions::new(Arc::clone(&guard))
-    };
-    let opened = HostDevice::open(options).and_then(|device| {
+        ..HostOptions::new(Arc::clone(guard))
+    })
+}
+
+/// Serves the device that `open` opens, until the supervisor asks for the end.
+fn run_device<D: Device>(
+    link: &Arc<Connection>,
+    id: u64,
+    start: Start,
+    open: impl FnOnce(&DeviceSettings, &Arc<ServingGuard>) -> Result<D, Refusal>,
+) -> Result<(), DeviceProcessError> {
+    let Start { settings, ring, executor_bell, supervisor_bell, counters, lock } = start;
+    let guard = Arc::new(ServingGuard::new(settings.abort_after_seal));
+    let opened = open(&settings, &guard).and_then(|device| {
         let device = Arc::new(device);
         let setup = Setup {
             ring: ring.executor(Waker::Doorbell(supervisor_bell)),

@@ -5,6 +5,7 @@
 //! may outgrow one message travels in chunks. A request of several parts goes on when [`Reply::Taken`] came for the one
 //! before, and not after a refusal: neither side ever holds more than one part.
 
+mod device;
 mod region;
 
 use std::time::Duration;
@@ -12,9 +13,7 @@ use std::time::Duration;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use statecopy_descriptors::{ChannelError, MESSAGE_BYTES_MAX};
-use statecopy_kernels::device::{DeviceDescription, Footprint};
 use statecopy_kernels::layout::{AXES, CacheLayout, LayoutError, Placement};
-use statecopy_kernels::signature::DeviceUuid;
 use statecopy_proto::{
     BindingId, DataType, PlanKind, Refusal, RefusalCode, RegionId, SessionId, SignatureHash,
     UnknownCode, UnknownDataType,
@@ -26,6 +25,7 @@ use crate::record::{
     RebindRecord, RingInspection, SetRecord, Stage,
 };
 
+pub use self::device::{DescriptionMessage, FootprintMessage};
 pub use self::region::{AnnouncedMessage, PIECES_A_PART, PieceMessage, join};
 
 /// One message from the supervisor.
@@ -455,70 +455,6 @@ impl TryFrom<RefusalMessage> for Refusal {
     fn try_from(refusal: RefusalMessage) -> Result<Self, LinkError> {
         let code = RefusalCode::try_from(refusal.code)?;
         Ok(Self::new(code, refusal.sentence).about(refusal.subject).remedied_by(refusal.remedy))
-    }
-}
-
-/// A [`DeviceDescription`] on the link.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct DescriptionMessage {
-    kind: String,
-    uuid: [u8; 16],
-    name: String,
-    family: Option<String>,
-    fused: Vec<u32>,
-}
-
-impl From<&DeviceDescription> for DescriptionMessage {
-    fn from(description: &DeviceDescription) -> Self {
-        Self {
-            kind: description.kind.to_owned(),
-            uuid: description.uuid.0,
-            name: description.name.clone(),
-            family: description.family.clone(),
-            fused: description.fused.iter().map(|dtype| dtype.number()).collect(),
-        }
-    }
-}
-
-impl TryFrom<DescriptionMessage> for DeviceDescription {
-    type Error = LinkError;
-
-    fn try_from(description: DescriptionMessage) -> Result<Self, LinkError> {
-        let fused: Result<Vec<_>, _> =
-            description.fused.into_iter().map(DataType::try_from).collect();
-        let kind = ["host", "cuda", "ascend"]
-            .into_iter()
-            .find(|kind| *kind == description.kind)
-            .ok_or(LinkError::OutOfTurn("a device of an unknown kind"))?;
-        Ok(Self {
-            kind,
-            uuid: DeviceUuid(description.uuid),
-            name: description.name,
-            family: description.family,
-            fused: fused?,
-        })
-    }
-}
-
-/// A [`Footprint`] on the link.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-pub struct FootprintMessage {
-    context: u64,
-    tables: u64,
-    words: u64,
-}
-
-impl From<Footprint> for FootprintMessage {
-    fn from(footprint: Footprint) -> Self {
-        let Footprint { context, tables, words } = footprint;
-        Self { context, tables, words }
-    }
-}
-
-impl From<FootprintMessage> for Footprint {
-    fn from(footprint: FootprintMessage) -> Self {
-        let FootprintMessage { context, tables, words } = footprint;
-        Self { context, tables, words }
     }
 }
 

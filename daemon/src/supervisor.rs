@@ -44,7 +44,7 @@ use self::device::DeviceHandle;
 use self::runtime_directory::RuntimeDirectory;
 use self::sessions::DescriptorRoom;
 use self::telemetry::metrics::Metrics;
-use crate::config::{ConfigError, DeviceSettings, HttpAddress, SelfProgram, Settings};
+use crate::config::{ConfigError, DeviceName, DeviceSettings, HttpAddress, SelfProgram, Settings};
 
 pub use self::runtime_directory::RuntimeDirectoryError;
 pub(crate) use self::telemetry::logging;
@@ -69,12 +69,22 @@ pub enum SupervisorError {
     #[error(transparent)]
     RuntimeDirectory(#[from] RuntimeDirectoryError),
     /// A device does not serve.
-    #[error("Device {kind} does not serve")]
+    #[error("Device {device} does not serve")]
     Device {
-        /// Its kind.
-        kind: &'static str,
+        /// As it was named.
+        device: DeviceName,
         /// Why.
         source: Refusal,
+    },
+    /// Two names stand for one device.
+    #[error("Devices {first} and {second} are the same device, {uuid}: name it once")]
+    SameDevice {
+        /// One name.
+        first: DeviceName,
+        /// The other.
+        second: DeviceName,
+        /// Its UUID.
+        uuid: String,
     },
     /// A device process died too often.
     #[error("A device process cannot be started again")]
@@ -153,15 +163,20 @@ where
     let incarnation = Incarnation::new(bytes);
     // Bound before a device is touched: what cannot be served is known at once. Whoever connects meanwhile waits.
     let bound = Bound::bind(&settings, &mut directory).await?;
-    let mut devices = Vec::with_capacity(settings.devices.len());
+    let mut devices: Vec<DeviceHandle> = Vec::with_capacity(settings.devices.len());
     let mut keepers = Vec::with_capacity(settings.devices.len());
-    for kind in &settings.devices {
-        let starting = start(settings.device(*kind), incarnation, directory.lock());
+    for name in &settings.devices {
+        let starting = start(settings.device(*name), incarnation, directory.lock());
         let (device, keeper) = tokio::select! {
             started = starting => started
-                .map_err(|source| SupervisorError::Device { kind: kind.label(), source })?,
+                .map_err(|source| SupervisorError::Device { device: *name, source })?,
             _ = signals.recv() => return Ok(Outcome::Drained),
         };
+        let uuid = device.description().uuid;
+        if let Some(at) = devices.iter().position(|other| other.description().uuid == uuid) {
+            let (first, uuid) = (settings.devices[at], message::uuid_text(uuid));
+            return Err(SupervisorError::SameDevice { first, second: *name, uuid });
+        }
         devices.push(device);
         keepers.push(keeper);
     }

@@ -1,11 +1,13 @@
 //! Where settings come from.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use config::builder::{ConfigBuilder, DefaultState};
 use config::{Config, File, FileFormat};
+use statecopy_kernels::cuda::store::default_directory;
 
-use super::{ConfigError, DeviceKind, LogFormat, Settings};
+use super::{ConfigError, DeviceName, LogFormat, Settings};
 
 /// The file that is read when no flag names one, if it is there.
 const DEFAULT_FILE: &str = "/etc/statecopy/statecopyd.toml";
@@ -25,9 +27,9 @@ pub struct Flags {
     /// Directory of the sockets and of the lock
     #[arg(long, value_name = "DIR")]
     pub runtime_dir: Option<PathBuf>,
-    /// Serve this device; may repeat
-    #[arg(long = "device", value_name = "KIND")]
-    pub devices: Vec<DeviceKind>,
+    /// Serve this device: host, cuda:<ordinal> or cuda:<UUID>; may repeat
+    #[arg(long = "device", value_name = "DEVICE")]
+    pub devices: Vec<DeviceName>,
     /// Address of /metrics, /healthz and /readyz, or "off"
     #[arg(long, value_name = "ADDRESS")]
     pub http_address: Option<String>,
@@ -81,13 +83,9 @@ pub fn load(
 ) -> Result<Loaded, ConfigError> {
     let environment: Vec<(String, String)> = environment.into_iter().collect();
     let mut builder = Config::builder();
-    if let Some((_, directory)) = environment.iter().find(|(name, _)| name == "XDG_RUNTIME_DIR")
-        && !directory.is_empty()
-    {
-        let path = Path::new(directory).join("statecopy");
-        builder = builder
-            .set_default("runtime_dir", &*path.to_string_lossy())
-            .map_err(|error| refused(&error))?;
+    for (key, path) in directories(&environment) {
+        builder =
+            builder.set_default(key, &*path.to_string_lossy()).map_err(|error| refused(&error))?;
     }
     let file = file(flags)?;
     if let Some(path) = &file {
@@ -113,6 +111,18 @@ pub fn load(
         builder.build().and_then(Config::try_deserialize).map_err(|error| refused(&error))?;
     settings.check()?;
     Ok(Loaded { settings, file, ignored: variables.ignored })
+}
+
+/// The directories that follow from where the user keeps such things.
+fn directories(environment: &[(String, String)]) -> Vec<(&'static str, PathBuf)> {
+    let set = |name: &str| {
+        let (_, value) = environment.iter().find(|(known, _)| known == name)?;
+        Some(OsStr::new(value))
+    };
+    let runtime = set("XDG_RUNTIME_DIR").filter(|directory| !directory.is_empty());
+    let runtime = runtime.map(|it| ("runtime_dir", Path::new(it).join("statecopy")));
+    let store = default_directory(set("XDG_CACHE_HOME"), set("HOME"));
+    runtime.into_iter().chain([("artifact_store", store)]).collect()
 }
 
 fn refused(error: &config::ConfigError) -> ConfigError {
@@ -184,8 +194,7 @@ fn flag_values(flags: &Flags) -> Vec<(&'static str, config::Value)> {
     };
     let path = flags.runtime_dir.as_ref().map(|path| path.to_string_lossy().into_owned());
     put("runtime_dir", path.map(Into::into));
-    let devices: Vec<String> =
-        flags.devices.iter().map(|device| device.label().to_owned()).collect();
+    let devices: Vec<String> = flags.devices.iter().map(DeviceName::to_string).collect();
     put("devices", (!devices.is_empty()).then(|| devices.into()));
     put("http_address", flags.http_address.clone().map(Into::into));
     let uids = flags.allow_uids.clone();
@@ -237,6 +246,7 @@ mod tests {
         assert_eq!(settings.limits.selected_max, Settings::default().limits.selected_max);
         assert_eq!(settings.allow_uids, [7, 8]);
         assert_eq!(settings.runtime_dir, Path::new("/run/user/7/statecopy"));
+        assert_eq!(settings.artifact_store, Settings::default().artifact_store);
     }
 
     #[test]
@@ -257,9 +267,26 @@ mod tests {
         }
         let (_directory, flags) = with_file("devices = [\"tpu\"]\n");
         let text = load(&flags, []).unwrap_err().to_string();
-        for part in ["statecopyd.toml", "devices", "tpu", "host"] {
+        for part in ["statecopyd.toml", "devices", "tpu", "host", "cuda:<ordinal>"] {
             assert!(text.contains(part), "{text}");
         }
+    }
+
+    #[test]
+    fn compiled_kernels_are_kept_where_the_user_keeps_what_can_be_made_again() {
+        let store = |pairs: &[(&str, &str)]| {
+            load(&Flags::default(), variables(pairs)).unwrap().settings.artifact_store
+        };
+        let home = ("HOME", "/home/a");
+        assert_eq!(store(&[home]), Path::new("/home/a/.cache/statecopy/kernels"));
+        let cache = ("XDG_CACHE_HOME", "/cache");
+        assert_eq!(store(&[home, cache]), Path::new("/cache/statecopy/kernels"));
+        for relative in ["", "cache"] {
+            let expected = Path::new("/home/a/.cache/statecopy/kernels");
+            assert_eq!(store(&[home, ("XDG_CACHE_HOME", relative)]), expected);
+        }
+        let named = ("STATECOPY_ARTIFACT_STORE", "/kernels");
+        assert_eq!(store(&[home, cache, named]), Path::new("/kernels"));
     }
 
     #[test]

@@ -4,13 +4,17 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::{Debugging, Limits, Log, Settings};
+use super::{Cuda, Debugging, Limits, Log, Settings};
 
 type Fields = &'static [(&'static str, &'static [&'static str])];
 
 /// The tables inside the settings.
-const TABLES: [(&str, Fields); 3] =
-    [("limits", Limits::FIELDS), ("log", Log::FIELDS), ("debug", Debugging::FIELDS)];
+const TABLES: [(&str, Fields); 4] = [
+    ("limits", Limits::FIELDS),
+    ("cuda", Cuda::FIELDS),
+    ("log", Log::FIELDS),
+    ("debug", Debugging::FIELDS),
+];
 
 impl Settings {
     /// The key of every setting, with dots between a table and its field.
@@ -90,6 +94,8 @@ mod tests {
         let mut settings =
             Settings { copy_threads: std::num::NonZeroUsize::new(3), ..Settings::default() };
         settings.allow_uids = vec![1, 2];
+        settings.devices = vec!["cuda:1".parse().unwrap(), "host".parse().unwrap()];
+        settings.cuda.nvrtc_directory = Some("/opt/nvrtc".into());
         settings.limits.layers_max = 5;
         settings.log.level = "debug".to_owned();
         for settings in [settings, Settings::default()] {

@@ -1,7 +1,7 @@
 //! The rules that a configuration obeys, and what is said when it does not.
 
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use rustix::thread::CpuSet;
 use tracing_subscriber::EnvFilter;
@@ -54,15 +54,17 @@ impl Settings {
     /// The first rule that a value breaks, with the key, the value and the limit.
     pub fn check(&self) -> Result<(), ConfigError> {
         self.http()?;
-        if !self.runtime_dir.is_absolute() {
-            return rule("runtime_dir", self.runtime_dir.display(), "must be an absolute path");
-        }
         if self.devices.is_empty() {
             return rule("devices", "[]", "must name at least one device");
         }
         for (at, device) in self.devices.iter().enumerate() {
             if self.devices[..at].contains(device) {
-                return rule("devices", device.label(), "must name each device once");
+                return rule("devices", device, "must name each device once");
+            }
+        }
+        for (key, directory) in self.directories() {
+            if !directory.is_absolute() {
+                return rule(key, directory.display(), "must be an absolute path");
             }
         }
         if !self.slots.is_power_of_two() || !(2..=1024).contains(&self.slots) {
@@ -80,6 +82,15 @@ impl Settings {
             return rule("log.level", &self.log.level, levels);
         }
         self.check_ranges()
+    }
+
+    fn directories(&self) -> impl Iterator<Item = (&'static str, &Path)> {
+        let stores = self.artifact_stores.iter().map(|store| ("artifact_stores", &**store));
+        let nvrtc = self.cuda.nvrtc_directory.as_deref();
+        [("runtime_dir", &*self.runtime_dir), ("artifact_store", &*self.artifact_store)]
+            .into_iter()
+            .chain(stores)
+            .chain(nvrtc.map(|directory| ("cuda.nvrtc_directory", directory)))
     }
 
     fn check_ranges(&self) -> Result<(), ConfigError> {
@@ -146,7 +157,7 @@ fn rule<T>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::DeviceKind;
+    use crate::config::DeviceName;
 
     fn refused(change: impl FnOnce(&mut Settings)) -> String {
         let mut settings = Settings::default();
@@ -165,12 +176,14 @@ mod tests {
         assert_eq!(text, "Configuration: limits.layers_max = 0: must be 1 to 65536");
         let text = refused(|settings| settings.slots = 1000);
         assert_eq!(text, "Configuration: slots = 1000: must be a power of two from 2 to 1024");
-        let text = refused(|settings| settings.devices = vec![DeviceKind::Host, DeviceKind::Host]);
+        let text = refused(|settings| settings.devices = vec![DeviceName::Host; 2]);
         assert!(text.contains("devices = host"), "{text}");
         let text = refused(|settings| settings.log.level = "statecopyd=loud".to_owned());
         assert!(text.contains("log.level = statecopyd=loud"), "{text}");
         let text = refused(|settings| settings.runtime_dir = "run".into());
         assert!(text.contains("runtime_dir = run"), "{text}");
+        let text = refused(|settings| settings.artifact_stores = vec!["/a".into(), "b".into()]);
+        assert!(text.contains("artifact_stores = b"), "{text}");
     }
 
     #[test]

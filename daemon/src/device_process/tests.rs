@@ -18,7 +18,7 @@ use statecopy_session::{
     Parameters, Progress, SessionMemory, Spin, Submitter, Waker, layout,
 };
 
-use crate::config::{DeviceKind, DeviceSettings};
+use crate::config::{DeviceName, DeviceSettings, Settings};
 use crate::counters::{Counter, Counters};
 use crate::link::Reply;
 use crate::record::{
@@ -52,16 +52,11 @@ struct Rig {
 
 fn settings() -> DeviceSettings {
     DeviceSettings {
-        kind: DeviceKind::Host,
-        copy_threads: None,
-        spin_us: 50,
-        busy_poll: false,
-        executor_cpu: None,
         abort_after_seal: true,
-        allowed_preloads: Vec::new(),
         slots: 8,
         launch_bytes_max: 256,
         selected_max: 64,
+        ..Settings::default().device(DeviceName::Host)
     }
 }
 

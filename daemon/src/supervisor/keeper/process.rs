@@ -19,7 +19,7 @@ use statecopy_session::{
 };
 use tokio::sync::oneshot;
 
-use crate::config::{DeviceSettings, SelfProgram};
+use crate::config::{DeviceName, DeviceSettings, SelfProgram};
 use crate::link::{self, LinkError, Reply, Request};
 
 use super::records::Message;
@@ -88,6 +88,8 @@ struct Child {
 
 struct SpawnRequest {
     link: OwnedFd,
+    /// Variables beside those of the supervisor.
+    environment: &'static [(&'static str, &'static str)],
     started: oneshot::Sender<io::Result<Child>>,
 }
 
@@ -113,17 +115,27 @@ impl Spawner {
         Ok(Self { requests })
     }
 
-    async fn spawn(&self, link: OwnedFd) -> Result<Child, StartError> {
+    async fn spawn(&self, link: OwnedFd, device: DeviceName) -> Result<Child, StartError> {
         let (started, answer) = oneshot::channel();
-        let request = SpawnRequest { link, started };
+        let request = SpawnRequest { link, environment: environment(device), started };
         self.requests.send(request).map_err(|_| StartError::Keeper)?;
         answer.await.map_err(|_| StartError::Keeper)?.map_err(StartError::Spawn)
+    }
+}
+
+/// What the driver of a device must find in the environment of its process.
+fn environment(device: DeviceName) -> &'static [(&'static str, &'static str)] {
+    match device {
+        DeviceName::Host => &[],
+        // A stream that waits holds one of the context's connections to the device: as many as there can be.
+        DeviceName::Cuda(_) => &[("CUDA_DEVICE_MAX_CONNECTIONS", "32")],
     }
 }
 
 fn spawn_and_reap(program: &SelfProgram, request: SpawnRequest) {
     let spawned = Command::new("/proc/self/exe")
         .args(&program.arguments)
+        .envs(request.environment.iter().copied())
         .stdin(Stdio::from(request.link))
         .spawn();
     let mut child = match spawned {
@@ -197,7 +209,7 @@ impl DeviceProcess {
         // The supervisor always sleeps on its doorbell: every answer rings.
         ring.prepare_sleep();
         let (ours, theirs) = Connection::pair().map_err(LinkError::from)?;
-        let child = spawner.spawn(theirs.into_fd()).await?;
+        let child = spawner.spawn(theirs.into_fd(), setup.settings.device).await?;
         let mut process = Self {
             pid: child.pid,
             ring,

@@ -132,7 +132,9 @@ impl Services {
         {
             return Ok(only);
         }
-        let uuid = Uuid::parse_str(asked).ok();
+        // As nvidia-smi prints it, or as the daemon does.
+        let bare = ["GPU-", "MIG-"].into_iter().find_map(|prefix| asked.strip_prefix(prefix));
+        let uuid = Uuid::parse_str(bare.unwrap_or(asked)).ok();
         let found = devices
             .iter()
             .find(|device| Some(Uuid::from_bytes(device.description().uuid.0)) == uuid);

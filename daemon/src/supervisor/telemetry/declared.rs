@@ -64,6 +64,11 @@ pub(crate) const DEVICE_RESTARTS: Metric = counter(
     Unit::Count,
     "How often the device's process was started again.",
 );
+pub(crate) const DEVICE_FOOTPRINT: Metric = gauge(
+    "statecopy_device_footprint_bytes",
+    Unit::Bytes,
+    "What the device's process takes for itself: its context and tables in device memory, words in host memory.",
+);
 pub(crate) const SESSIONS: Metric =
     gauge("statecopy_sessions", Unit::Count, "Open sessions, by state.");
 pub(crate) const SESSIONS_OPENED: Metric =
@@ -155,13 +160,14 @@ pub(crate) const RINGS_BROKEN: Metric = counter(
 );
 
 /// All of them.
-pub(crate) const METRICS: [Metric; 29] = [
+pub(crate) const METRICS: [Metric; 30] = [
     BUILD_INFO,
     UPTIME,
     READY,
     DRAINING,
     DEVICE_UP,
     DEVICE_RESTARTS,
+    DEVICE_FOOTPRINT,
     SESSIONS,
     SESSIONS_OPENED,
     SESSIONS_ENDED,

@@ -49,7 +49,15 @@ struct DeviceMetrics {
     device: DeviceHandle,
     up: Gauge,
     restarts: Counter,
+    footprint: Footprint,
     counters: Vec<(DeviceCounter, Counter)>,
+}
+
+/// What the device's process takes for itself, by part.
+struct Footprint {
+    context: Gauge,
+    tables: Gauge,
+    words: Gauge,
 }
 
 /// What a scrape shows beside the counters.
@@ -205,6 +213,10 @@ impl DeviceMetrics {
     fn new(registry: &Registry, device: &DeviceHandle) -> Self {
         let uuid = message::uuid_text(device.description().uuid);
         let labels = [("device", uuid.as_str())];
+        let part = |part: &'static str| {
+            let labels = [("device", uuid.as_str()), ("part", part)];
+            registry.gauge(&declared::DEVICE_FOOTPRINT, &labels)
+        };
         let counters = DeviceCounter::all().filter_map(|counter| {
             let metric = METRICS.iter().find(|metric| metric.name == counter.name())?;
             let mut labels = vec![("device", uuid.as_str())];
@@ -214,6 +226,11 @@ impl DeviceMetrics {
         Self {
             up: registry.gauge(&declared::DEVICE_UP, &labels),
             restarts: registry.counter(&declared::DEVICE_RESTARTS, &labels),
+            footprint: Footprint {
+                context: part("context"),
+                tables: part("tables"),
+                words: part("words"),
+            },
             counters: counters.collect(),
             device: device.clone(),
         }
@@ -223,6 +240,9 @@ impl DeviceMetrics {
         let state = self.device.state().borrow().clone();
         self.up.set(f64::from(u8::from(state.ready)));
         self.restarts.absolute(state.restarts);
+        self.footprint.context.set(float(state.footprint.context));
+        self.footprint.tables.set(float(state.footprint.tables));
+        self.footprint.words.set(float(state.footprint.words));
         for (from, to) in &self.counters {
             to.absolute(self.device.counters().get(*from));
         }
