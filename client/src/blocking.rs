@@ -18,7 +18,7 @@ use tokio::runtime::{Builder, Runtime};
 use crate::error::Error;
 use crate::{
     Address, ConnectOptions, Event, Memory, PlannedCopy, Progress, Rebind, Region, Registration,
-    Request, Session, Use,
+    Request, Session, Slice, Use,
 };
 
 /// The plans of a registration, by the names that were registered.
@@ -116,6 +116,14 @@ impl Client {
         purpose: Use,
     ) -> Result<Region, Error> {
         self.driver.drive(self.client.register_descriptor(descriptor, bytes, purpose))
+    }
+
+    /// Registers device memory of this process. See [`crate::Client::register_device_memory`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn register_device_memory(&self, address: u64, bytes: u64) -> Result<Slice, Error> {
+        self.driver.drive(self.client.register_device_memory(address, bytes))
     }
 
     /// Populates a range of a region. See [`crate::Client::populate`].

@@ -11,6 +11,7 @@ use crate::address::Address;
 use crate::admin::Admin;
 use crate::attempt::{Attempts, Effect, register_layers};
 use crate::call::{Call, Failure, Verdict};
+use crate::device_memory::DeviceMemory;
 use crate::error::{ArgumentError, Error};
 use crate::events::Events;
 use crate::link::{Binding, Bound, Link, Session};
@@ -19,7 +20,7 @@ use crate::options::ConnectOptions;
 use crate::plan::{Plan, PlanRecord};
 use crate::populate::{payload_pages, populate, whole};
 use crate::records::{RegistrationNumber, RegistrationRecord, Shared};
-use crate::region::{Region, RegionRecord, Source, Use};
+use crate::region::{Region, RegionRecord, Slice, Source, Use};
 use crate::registration::{Bindings, Layer, Progress, Rebind, Registration};
 
 /// A worker's client. Clones share one session; it ends with [`Client::close`] or with the last of them and of their
@@ -83,6 +84,37 @@ impl Client {
         purpose: Use,
     ) -> Result<Region, Error> {
         self.add_region(bytes, Source::Descriptor(descriptor), purpose).await
+    }
+
+    /// Registers device memory of this process: the `bytes` bytes at a device address, from whatever allocator. The driver is
+    /// asked how the memory there can be shared; what is registered is the whole allocation, or the pieces of virtual memory
+    /// that hold the range. The answer is the place of the address in that region.
+    ///
+    /// Memory that lies in a region of an earlier call is not registered again, so that all layers of one allocation share
+    /// one region: where layers interleave in virtual memory, register the whole of it first. The region is given back when
+    /// [`Client::release_region`] was called as often as this.
+    ///
+    /// # Errors
+    /// HANDLE_INVALID when there is no such device memory; HANDLE_UNSUPPORTED when it cannot be shared, naming the allocator
+    /// and the remedy; DEVICE_NOT_VISIBLE when there is no driver, or the memory is of another device than the session;
+    /// QUOTA_EXCEEDED from the daemon.
+    pub async fn register_device_memory(&self, address: u64, bytes: u64) -> Result<Slice, Error> {
+        // The client owns the semaphore and never closes it.
+        let _turn = self.shared.sharing.acquire().await;
+        for (region, offset) in self.shared.device_regions(address, bytes) {
+            let Source::Device(memory) = &region.record.source else { continue };
+            // An allocation that came and went at the same address is another one.
+            if memory.export().await.is_ok() {
+                self.shared.add_user(&region);
+                return Ok(region.at(offset));
+            }
+        }
+        let exporter = self.shared.exporter().await?;
+        let memory = DeviceMemory::find(exporter, address, bytes).await?;
+        let offset = memory.offset_of(address, bytes).unwrap_or_default();
+        let region = self.add_region(memory.bytes(), Source::Device(memory), Use::Cache).await?;
+        self.shared.add_user(&region);
+        Ok(region.at(offset))
     }
 
     async fn add_region(&self, bytes: u64, source: Source, purpose: Use) -> Result<Region, Error> {
@@ -262,12 +294,15 @@ impl Client {
         }
     }
 
-    /// Gives a region back.
+    /// Gives a region back; one of device memory with the last of those who registered it.
     ///
     /// # Errors
-    /// OVERLAP while a published layer lies in it; REGION_UNKNOWN when it was given back before.
+    /// REGION_UNKNOWN when it was given back before.
     pub async fn release_region(&self, region: Region) -> Result<(), Error> {
         let key = region.record.key;
+        if self.shared.remove_user(key) {
+            return Ok(());
+        }
         let mut attempts = self.attempts("release region");
         loop {
             let link = attempts.link().await?;

@@ -48,6 +48,7 @@ pub mod blocking;
 mod call;
 mod client;
 mod copies;
+mod device_memory;
 mod error;
 mod events;
 mod in_flight;

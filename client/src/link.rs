@@ -3,14 +3,14 @@
 //! A [`Link`] is opened, used, and thrown away when that life ends; the client's own records outlive it.
 
 use std::collections::{BTreeMap, HashMap};
-use std::os::fd::AsFd as _;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
-
+use statecopy_kernels::device::PieceHandle;
 use statecopy_kernels::signature::{DeviceUuid, Signature};
-use statecopy_proto::descriptor_socket::Token;
+use statecopy_proto::descriptor_socket::{DESCRIPTORS_MAX, Token};
 use statecopy_proto::{
     BindingId, Incarnation, MESSAGE_BYTES_MAX, ProtocolVersion, Refusal, RefusalCode, RegionId,
     SessionId, SignatureHash, v1,
@@ -22,11 +22,12 @@ use v1::session_service_client::SessionServiceClient;
 
 use crate::address::Address;
 use crate::call::{Call, Failure};
+use crate::device_memory::{self, DeviceMemory};
 use crate::error::{ArgumentError, ProtocolError};
 use crate::lock::lock;
 use crate::options::{ConnectOptions, Transport};
 use crate::records::{LinkNumber, RegistrationNumber};
-use crate::region::{Region, RegionKey, RegionRecord, Slice};
+use crate::region::{Region, RegionKey, RegionRecord, Slice, Source};
 use crate::registration::{Layer, Registration};
 use crate::ring::RingCopies;
 use crate::socket::{DescriptorSocket, path_seen_here};
@@ -205,7 +206,7 @@ impl Link {
         Err(ProtocolError::Incarnation)
     }
 
-    /// Sends a region's descriptor and registers it.
+    /// Sends a region's descriptors and registers it.
     pub(crate) async fn register_region(
         &self,
         region: &RegionRecord,
@@ -216,18 +217,84 @@ impl Link {
             tables.last_tag += 1;
             tables.last_tag
         };
-        self.socket.pass(tag, &[region.source.as_fd()], call).await?;
-        let request = call.request(v1::RegisterRegionRequest {
-            session: Some(self.reference()),
-            kind: v1::HandleKind::Memfd.into(),
-            size_bytes: region.bytes,
-            descriptors: Some(v1::DescriptorRef { tag, count: 1 }),
-            pieces: Vec::new(),
-        })?;
+        let memory = match &region.source {
+            Source::Memory(memory) => self.pass_file(tag, memory.as_fd(), call).await?,
+            Source::Descriptor(descriptor) => self.pass_file(tag, descriptor.as_fd(), call).await?,
+            Source::Device(memory) => self.pass_device_memory(tag, memory, call).await?,
+        };
+        let session = Some(self.reference());
+        let size_bytes = region.bytes;
+        let request = call.request(v1::RegisterRegionRequest { session, size_bytes, ..memory })?;
         let reply = call.answer(self.registry().register_region(request)).await?;
         self.same_life(&reply.incarnation)?;
         lock(&self.tables).regions.insert(region.key, RegionId(reply.region_id));
         Ok(())
+    }
+
+    async fn pass_file(
+        &self,
+        tag: u64,
+        file: BorrowedFd<'_>,
+        call: &Call,
+    ) -> Result<v1::RegisterRegionRequest, Failure> {
+        self.socket.pass(tag, &[file], call).await?;
+        Ok(v1::RegisterRegionRequest {
+            kind: v1::HandleKind::Memfd.into(),
+            descriptors: Some(v1::DescriptorRef { tag, count: 1 }),
+            ..v1::RegisterRegionRequest::default()
+        })
+    }
+
+    /// Shares device memory, a bounded number of pieces at a time: this process holds no more descriptors of it at once.
+    async fn pass_device_memory(
+        &self,
+        tag: u64,
+        memory: &DeviceMemory,
+        call: &Call,
+    ) -> Result<v1::RegisterRegionRequest, Failure> {
+        let mut export = memory.export().await?;
+        if export.device() != self.device {
+            return Err(self.of_another_device(export.device()).into());
+        }
+        let announced = memory.announced();
+        let mut passed = 0;
+        let mut pieces = Vec::with_capacity(announced.pieces);
+        loop {
+            let batch;
+            (export, batch) = device_memory::next_pieces(export, DESCRIPTORS_MAX as usize).await?;
+            if batch.is_empty() {
+                break;
+            }
+            let mut descriptors = Vec::new();
+            for piece in batch {
+                let handle = match piece.handle {
+                    PieceHandle::Value(value) => value.into_vec(),
+                    PieceHandle::Descriptor(descriptor) => {
+                        descriptors.push(descriptor);
+                        Vec::new()
+                    }
+                };
+                let (size_bytes, buffer_id) = (piece.bytes, piece.buffer);
+                pieces.push(v1::RegionPiece { size_bytes, buffer_id, handle });
+            }
+            let borrowed: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
+            self.socket.pass(tag, &borrowed, call).await?;
+            passed += u32::try_from(descriptors.len()).unwrap_or(DESCRIPTORS_MAX);
+        }
+        Ok(v1::RegisterRegionRequest {
+            kind: announced.kind.to_message().into(),
+            descriptors: (passed > 0).then_some(v1::DescriptorRef { tag, count: passed }),
+            pieces,
+            ..v1::RegisterRegionRequest::default()
+        })
+    }
+
+    fn of_another_device(&self, device: DeviceUuid) -> Refusal {
+        let (ours, its) = (uuid_text(self.device), uuid_text(device));
+        let sentence =
+            format!("The memory lives on device {its}; the session is for device {ours}");
+        Refusal::new(RefusalCode::DeviceNotVisible, sentence)
+            .remedied_by("Connect with the UUID of the memory's device (ConnectOptions::device).")
     }
 
     pub(crate) fn forget_region(&self, key: RegionKey) {
@@ -341,6 +408,11 @@ fn parse_uuid(text: &str) -> Option<DeviceUuid> {
         *byte = pair[0] << 4 | pair[1];
     }
     Some(DeviceUuid(bytes))
+}
+
+fn uuid_text(uuid: DeviceUuid) -> String {
+    let digits = format!("{:032x}", u128::from_be_bytes(uuid.0));
+    [0..8, 8..12, 12..16, 16..20, 20..32].map(|group| &digits[group]).join("-")
 }
 
 /// What the daemon published, compared with what was registered.

@@ -1,7 +1,10 @@
 //! How a client connects and waits.
 
 use std::ops::RangeInclusive;
+use std::path::PathBuf;
 use std::time::Duration;
+
+use statecopy_kernels::cuda::DRIVER_LIBRARY;
 
 use statecopy_proto::{PROTOCOL_NEWEST, PROTOCOL_OLDEST};
 
@@ -20,8 +23,12 @@ pub enum Transport {
 pub struct ConnectOptions {
     /// A name for `statecopy status` and the daemon's log, at most 128 bytes.
     pub label: String,
-    /// UUID of the device that the worker's memory lives on; `None` for the daemon's only device.
+    /// UUID of the device that the worker's memory lives on, with or without `GPU-` or `MIG-`; `None` for the daemon's only
+    /// device.
     pub device: Option<String>,
+    /// The CUDA driver of this process, which is opened when device memory is first registered: a name that the loader
+    /// searches for, or a path.
+    pub cuda_driver_library: PathBuf,
     /// How long [`Client::connect`](crate::Client::connect) waits for a daemon that is not there yet. Zero: one try.
     pub wait_for: Duration,
     /// The deadline of every call but registrations and copies, and the deadline of a copy that names none.
@@ -52,6 +59,7 @@ impl Default for ConnectOptions {
         Self {
             label: String::new(),
             device: None,
+            cuda_driver_library: PathBuf::from(DRIVER_LIBRARY),
             wait_for: Duration::from_secs(5),
             call_timeout: Duration::from_secs(10),
             register_timeout: Duration::from_secs(120),

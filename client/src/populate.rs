@@ -5,6 +5,7 @@
 
 use std::iter::Peekable;
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use rustix::fs::FallocateFlags;
@@ -23,7 +24,7 @@ pub(crate) async fn populate(
     region: &Arc<RegionRecord>,
     mut ranges: impl Iterator<Item = Range<u64>>,
 ) -> Result<(), Error> {
-    if !is_memfd(region) {
+    if memfd(region).is_none() {
         return Ok(());
     }
     loop {
@@ -44,15 +45,16 @@ pub(crate) async fn populate(
 }
 
 /// Only a memfd has seals; of anything else the daemon has its own opinion.
-fn is_memfd(region: &RegionRecord) -> bool {
-    rustix::fs::fcntl_get_seals(&region.source).is_ok()
+fn memfd(region: &RegionRecord) -> Option<BorrowedFd<'_>> {
+    region.source.file().filter(|file| rustix::fs::fcntl_get_seals(file).is_ok())
 }
 
 fn allocate(region: &RegionRecord, ranges: &[Range<u64>]) -> std::io::Result<()> {
+    let Some(file) = memfd(region) else { return Ok(()) };
     for range in ranges {
         let bytes = range.end - range.start;
         rustix::io::retry_on_intr(|| {
-            rustix::fs::fallocate(&region.source, FallocateFlags::KEEP_SIZE, range.start, bytes)
+            rustix::fs::fallocate(file, FallocateFlags::KEEP_SIZE, range.start, bytes)
         })?;
     }
     Ok(())
@@ -218,7 +220,7 @@ mod tests {
         let source = Source::Descriptor(file.into());
         let record = Arc::new(RegionRecord { key: RegionKey(1), bytes: 8192, source });
         wait(populate(&record, whole(0..8192, 4096, 8192))).unwrap();
-        let blocks = rustix::fs::fstat(&record.source).unwrap().st_blocks;
+        let blocks = rustix::fs::fstat(record.source.file().unwrap()).unwrap().st_blocks;
         assert_eq!(blocks, 0);
     }
 }

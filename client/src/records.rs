@@ -1,18 +1,20 @@
 //! The plain records from which a session is made anew, and the session of now.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
+use statecopy_kernels::cuda::CudaExporter;
 use statecopy_proto::Refusal;
 use tokio::sync::Semaphore;
 
 use crate::address::Address;
 use crate::call::{Call, Failure};
+use crate::device_memory::open_exporter;
 use crate::error::{ArgumentError, Error};
 use crate::link::Link;
 use crate::lock::lock;
 use crate::options::ConnectOptions;
-use crate::region::{RegionKey, RegionRecord};
+use crate::region::{Region, RegionKey, RegionRecord, Source};
 use crate::registration::{Layer, Rebind, Registration};
 
 /// What all clones of a client share.
@@ -22,6 +24,9 @@ pub(crate) struct Shared {
     pub(crate) options: ConnectOptions,
     /// Whoever holds its one permit opens the next link.
     pub(crate) connecting: Semaphore,
+    /// Whoever holds its one permit shares device memory: what several layers lie in is registered once.
+    pub(crate) sharing: Semaphore,
+    exporter: OnceLock<Arc<CudaExporter>>,
     state: Mutex<State>,
 }
 
@@ -32,6 +37,8 @@ pub(crate) struct State {
     /// What the daemon said last that ends a link, until the next one.
     last_refusal: Option<Refusal>,
     pub(crate) regions: BTreeMap<RegionKey, Arc<RegionRecord>>,
+    /// How often the region of device memory was asked for. It is given back with the last one.
+    users: BTreeMap<RegionKey, u64>,
     pub(crate) registration: Option<RegistrationRecord>,
     last_region: u64,
     last_registration: u64,
@@ -62,7 +69,53 @@ pub(crate) struct Moves {
 
 impl Shared {
     pub(crate) fn new(address: Address, options: ConnectOptions) -> Self {
-        Self { address, options, connecting: Semaphore::new(1), state: Mutex::default() }
+        Self {
+            address,
+            options,
+            connecting: Semaphore::new(1),
+            sharing: Semaphore::new(1),
+            exporter: OnceLock::new(),
+            state: Mutex::default(),
+        }
+    }
+
+    /// The driver of this process, opened when it is first needed.
+    pub(crate) async fn exporter(&self) -> Result<Arc<CudaExporter>, Error> {
+        if let Some(exporter) = self.exporter.get() {
+            return Ok(Arc::clone(exporter));
+        }
+        let opened = open_exporter(&self.options.cuda_driver_library).await?;
+        Ok(Arc::clone(self.exporter.get_or_init(|| opened)))
+    }
+
+    /// Registered regions that the bytes at a device address lie in.
+    pub(crate) fn device_regions(&self, address: u64, bytes: u64) -> Vec<(Region, u64)> {
+        let holds = |record: &Arc<RegionRecord>| {
+            let Source::Device(memory) = &record.source else { return None };
+            Some((Region { record: Arc::clone(record) }, memory.offset_of(address, bytes)?))
+        };
+        lock(&self.state).regions.values().filter_map(holds).collect()
+    }
+
+    /// One more user of a region of device memory.
+    pub(crate) fn add_user(&self, region: &Region) {
+        *lock(&self.state).users.entry(region.record.key).or_default() += 1;
+    }
+
+    /// One user less. Whether others are left.
+    pub(crate) fn remove_user(&self, key: RegionKey) -> bool {
+        let mut state = lock(&self.state);
+        match state.users.get_mut(&key).map(|users| {
+            *users -= 1;
+            *users
+        }) {
+            None => false,
+            Some(0) => {
+                state.users.remove(&key);
+                false
+            }
+            Some(_) => true,
+        }
     }
 
     pub(crate) fn next_region(&self) -> RegionKey {

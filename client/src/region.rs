@@ -4,6 +4,7 @@ use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+use crate::device_memory::DeviceMemory;
 use crate::memory::Memory;
 
 /// What a region is for. It decides which pages the client populates, and nothing else.
@@ -40,13 +41,17 @@ pub(crate) struct RegionKey(pub(crate) u64);
 pub(crate) enum Source {
     Memory(Memory),
     Descriptor(OwnedFd),
+    /// Of a device: shared anew each time it is registered, so that no handle is kept.
+    Device(DeviceMemory),
 }
 
-impl AsFd for Source {
-    fn as_fd(&self) -> BorrowedFd<'_> {
+impl Source {
+    /// The memory file, where it is one.
+    pub(crate) fn file(&self) -> Option<BorrowedFd<'_>> {
         match self {
-            Self::Memory(memory) => memory.as_fd(),
-            Self::Descriptor(descriptor) => descriptor.as_fd(),
+            Self::Memory(memory) => Some(memory.as_fd()),
+            Self::Descriptor(descriptor) => Some(descriptor.as_fd()),
+            Self::Device(_) => None,
         }
     }
 }

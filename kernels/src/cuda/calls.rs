@@ -176,8 +176,13 @@ impl Current<'_> {
             managed: attribute(pointer_attribute::IS_MANAGED)? != 0,
             legacy_ipc: attribute(pointer_attribute::IS_LEGACY_CUDA_IPC_CAPABLE)? != 0,
             pool: attribute(pointer_attribute::MEMPOOL_HANDLE)? != 0,
-            buffer: attribute(pointer_attribute::BUFFER_ID)?,
+            buffer: self.buffer_at(address)?,
         })
+    }
+
+    /// The number of the allocation at an address, which no other of this process ever has.
+    pub(super) fn buffer_at(self, address: DevicePointer) -> Result<u64> {
+        self.driver().pointer_attribute(pointer_attribute::BUFFER_ID, address)
     }
 
     /// Whether the piece of VMM memory at an address can be shared that way.

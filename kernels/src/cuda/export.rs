@@ -35,6 +35,7 @@ pub struct Export {
     device: DeviceUuid,
     region: AddressRange,
     offset: u64,
+    buffer: u64,
     how: How,
     /// Pieces that were given already.
     given: usize,
@@ -42,7 +43,7 @@ pub struct Export {
 
 #[derive(Debug)]
 enum How {
-    Legacy { buffer: u64 },
+    Legacy,
     Pieces(Shareable, Vec<AddressRange>),
 }
 
@@ -84,9 +85,13 @@ impl CudaExporter {
         let ordinal = self.driver.device_at(address).map_err(nowhere)?;
         let device = self.driver.visible(ordinal).map_err(nowhere)?;
         let context = self.context(ordinal).map_err(nowhere)?;
-        let (region, how) = context.visit(|current| find(current, wanted)).map_err(refused)?;
+        let found = context.visit(|current| {
+            let (region, how) = find(current, wanted)?;
+            Ok((region, how, current.buffer_at(region.start)?))
+        });
+        let (region, how, buffer) = found.map_err(refused)?;
         let offset = address - region.start;
-        Ok(Export { context, device: device.uuid, region, offset, how, given: 0 })
+        Ok(Export { context, device: device.uuid, region, offset, buffer, how, given: 0 })
     }
 
     /// Allocates device memory of this process, all of whose calls then go to that device.
@@ -124,7 +129,7 @@ impl Export {
     #[must_use]
     pub fn announced(&self) -> Announced {
         let (kind, pieces) = match &self.how {
-            How::Legacy { .. } => (HandleKind::CudaIpc, 1),
+            How::Legacy => (HandleKind::CudaIpc, 1),
             How::Pieces(Shareable::Descriptor, pieces) => (HandleKind::CudaVmm, pieces.len()),
             How::Pieces(Shareable::Fabric, pieces) => (HandleKind::CudaFabric, pieces.len()),
         };
@@ -143,15 +148,22 @@ impl Export {
         self.offset
     }
 
+    /// The number of the allocation at the start of the region, which no other of this process ever has: another one at the
+    /// same address is other memory.
+    #[must_use]
+    pub fn buffer(&self) -> u64 {
+        self.buffer
+    }
+
     /// The next pieces, at most that many; none after the last.
     ///
     /// # Errors
     /// HANDLE_INVALID when the memory is no longer what it was.
     pub fn next_pieces(&mut self, pieces_max: usize) -> Result<Vec<Piece>, Refusal> {
-        let (how, region, given) = (&self.how, self.region, self.given);
+        let (how, region, buffer, given) = (&self.how, self.region, self.buffer, self.given);
         let taken = self.context.visit(|current| match how {
-            How::Legacy { .. } if given > 0 || pieces_max == 0 => Ok(Vec::new()),
-            How::Legacy { buffer } => Ok(vec![legacy(current, region, *buffer)?]),
+            How::Legacy if given > 0 || pieces_max == 0 => Ok(Vec::new()),
+            How::Legacy => Ok(vec![legacy(current, region, buffer)?]),
             How::Pieces(shareable, pieces) => pieces
                 .iter()
                 .skip(given)
@@ -182,7 +194,7 @@ fn find(current: Current<'_>, wanted: AddressRange) -> Result<(AddressRange, How
             wanted.bytes, region.bytes
         ))));
     }
-    Ok((region, How::Legacy { buffer: facts.buffer }))
+    Ok((region, How::Legacy))
 }
 
 /// Memory of allocators that share nothing.
@@ -248,7 +260,8 @@ fn take(current: Current<'_>, piece: AddressRange, shareable: Shareable) -> Resu
         }
     };
     current.release(allocation)?;
-    Ok(Piece { bytes: piece.bytes, buffer: 0, handle: shared? })
+    let buffer = current.buffer_at(piece.start)?;
+    Ok(Piece { bytes: piece.bytes, buffer, handle: shared? })
 }
 
 fn invalid(sentence: impl Into<String>) -> Refusal {

@@ -1,0 +1,118 @@
+//! Device memory of this process, shared with the daemon.
+//!
+//! The driver is asked each time how an allocation is shared, and gives its handles anew: what is kept is the address, and
+//! what the allocation there looked like. Memory that is no longer the same is never registered in its place.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use statecopy_kernels::cuda::{CudaExporter, Export};
+use statecopy_kernels::device::{Announced, Piece};
+use statecopy_proto::{Refusal, RefusalCode};
+
+use crate::call::Failure;
+use crate::error::Error;
+
+/// An allocation of this process, as it was when it was first registered.
+#[derive(Debug, Clone)]
+pub(crate) struct DeviceMemory {
+    exporter: Arc<CudaExporter>,
+    found: Found,
+}
+
+/// What the driver says of an allocation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Found {
+    /// Where it begins, for the device.
+    start: u64,
+    /// How it is shared.
+    announced: Announced,
+    /// Its number in this process: a new allocation at the same address has another.
+    buffer: u64,
+}
+
+impl Found {
+    fn of(export: &Export, start: u64) -> Self {
+        Self { start, announced: export.announced(), buffer: export.buffer() }
+    }
+}
+
+/// Opens the driver.
+pub(crate) async fn open_exporter(library: &Path) -> Result<Arc<CudaExporter>, Error> {
+    let library = library.to_owned();
+    blocking(move || CudaExporter::open(&library).map(Arc::new).map_err(Refusal::from)).await
+}
+
+impl DeviceMemory {
+    /// The memory behind an address, as much as has to be shared.
+    pub(crate) async fn find(
+        exporter: Arc<CudaExporter>,
+        address: u64,
+        bytes: u64,
+    ) -> Result<Self, Error> {
+        blocking(move || {
+            let export = exporter.export(address, bytes)?;
+            let found = Found::of(&export, address - export.offset());
+            Ok(Self { exporter, found })
+        })
+        .await
+    }
+
+    /// Where in it the bytes at an address lie; `None` when they do not.
+    pub(crate) fn offset_of(&self, address: u64, bytes: u64) -> Option<u64> {
+        let offset = address.checked_sub(self.found.start)?;
+        (offset.checked_add(bytes)? <= self.bytes()).then_some(offset)
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.found.announced.bytes
+    }
+
+    pub(crate) fn announced(&self) -> Announced {
+        self.found.announced
+    }
+
+    /// Shares it once more.
+    pub(crate) async fn export(&self) -> Result<Export, Failure> {
+        let Self { exporter, found } = self.clone();
+        let again = move || {
+            let export = exporter.export(found.start, found.announced.bytes)?;
+            let now = Found::of(&export, found.start - export.offset());
+            if now == found { Ok(export) } else { Err(replaced(&found, &now)) }
+        };
+        blocking(again).await
+    }
+}
+
+/// The next pieces, and the export for those that follow.
+pub(crate) async fn next_pieces(
+    mut export: Export,
+    pieces_max: usize,
+) -> Result<(Export, Vec<Piece>), Failure> {
+    blocking(move || {
+        let pieces = export.next_pieces(pieces_max)?;
+        Ok((export, pieces))
+    })
+    .await
+}
+
+fn replaced(was: &Found, now: &Found) -> Refusal {
+    let sentence = format!(
+        "The memory that was registered (allocation {}, {} bytes) is gone; allocation {} of {} bytes lies there now",
+        was.buffer, was.announced.bytes, now.buffer, now.announced.bytes
+    );
+    Refusal::new(RefusalCode::HandleInvalid, sentence).remedied_by(
+        "Release the region of the memory that is gone, and register what took its place.",
+    )
+}
+
+/// A call of the driver, off the async threads.
+async fn blocking<T: Send + 'static, E: From<Refusal>>(
+    call: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
+) -> Result<T, E> {
+    let done = tokio::task::spawn_blocking(call).await;
+    let stopped = |stopped: tokio::task::JoinError| {
+        Err(Refusal::new(RefusalCode::Unavailable, format!("The driver was not asked: {stopped}")))
+    };
+    done.unwrap_or_else(stopped).map_err(E::from)
+}
