@@ -47,8 +47,8 @@ pub struct ConnectOptions {
     /// What carries copies.
     pub transport: Transport,
     /// On the ring: how long a blocking call looks for its answer before it sleeps. A copy that moves bytes is then looked for
-    /// as long again as they may take (8 bytes a nanosecond, at most a millisecond), while other threads that want the CPU go
-    /// first. Not at all with zero, or where this process may use one CPU only.
+    /// as long again as they may take (8 bytes a nanosecond, at most a millisecond), unless other threads want the CPU. Not at
+    /// all with zero, or where this process may use one CPU only.
     pub spin: Duration,
     /// Protocol versions that may be spoken; the newest is asked for first.
     pub versions: RangeInclusive<u32>,

@@ -16,6 +16,9 @@ const COPIED_PER_NANOSECOND: u64 = 8;
 /// How long a copy's bytes keep a waiter awake at most. Waking up costs some 30 us, which is little beside so much.
 const COPYING_MAX: Duration = Duration::from_millis(1);
 
+/// Who gives way, and goes on so much later, was not alone on its CPU: it had better sleep, and be woken ahead of the others.
+const ELSEWHERE: Duration = Duration::from_micros(20);
+
 /// For how long a waiter looks for its answer before it sleeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Spin {
@@ -51,7 +54,8 @@ impl Spin {
 
     /// As long again as a copy of so many bytes may take, at most a millisecond: a waiter that falls asleep right before the
     /// end pays for a wake-up, and one that stays awake is no longer awake than if it had copied the bytes itself. In that
-    /// time it gives way to others, for example to threads that help with this very copy. Not at all stays not at all.
+    /// time it gives way to others, for example to threads that help with this very copy, and sleeps once there were some. Not
+    /// at all stays not at all.
     #[must_use]
     pub fn while_copying(self, bytes: u64) -> Self {
         if self == Self::NONE {
@@ -99,6 +103,7 @@ impl Watch {
             };
         }
         let mut began = None;
+        let mut gave_way: Option<Instant> = None;
         loop {
             for _ in 0..LOOKS {
                 if self.is_answered(sequence) {
@@ -110,10 +115,12 @@ impl Watch {
             let now = Instant::now();
             let since = *began.get_or_insert(now);
             let looked = now.duration_since(since);
-            if looked >= spin.time.saturating_add(spin.yielding) {
+            let not_alone = gave_way.is_some_and(|at| now.duration_since(at) >= ELSEWHERE);
+            if not_alone || looked >= spin.time.saturating_add(spin.yielding) {
                 return Looked::InVain(since);
             }
             if looked >= spin.time {
+                gave_way = Some(now);
                 thread::yield_now();
             }
         }

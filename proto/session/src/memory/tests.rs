@@ -423,10 +423,18 @@ fn a_waiter_stays_awake_for_as_long_as_its_copy_may_take_and_no_longer() {
         assert!(since >= began && since <= Instant::now());
         began.elapsed()
     };
-    assert!(looked(1 << 20) >= Duration::from_micros(131), "a MiB, 8 bytes a nanosecond");
-    assert!(looked(u64::MAX) >= Duration::from_millis(1));
-    // Of however many bytes: ten times the bound, because others use this machine.
-    assert!(looked(u64::MAX) < Duration::from_millis(10));
+    // Whoever else wants the CPU ends it early: not every time.
+    let looked_for = |bytes, time| {
+        let began = Instant::now();
+        while looked(bytes) < time {
+            assert!(began.elapsed() < PATIENCE, "it never stays awake for {time:?}");
+        }
+    };
+    looked_for(1 << 20, Duration::from_micros(131));
+    looked_for(u64::MAX, Duration::from_millis(1));
+    // Nor is it kept from the CPU every time.
+    let most = (0..10).map(|_| looked(u64::MAX)).min();
+    assert!(most < Some(Duration::from_millis(10)), "{most:?}");
     assert_eq!(Spin::NONE.while_copying(u64::MAX), Spin::NONE);
 }
 
