@@ -53,7 +53,6 @@ pub(super) struct PointerFacts {
     pub(super) legacy_ipc: bool,
     /// Whether the memory is of a stream-ordered pool.
     pub(super) pool: bool,
-    pub(super) buffer: u64,
 }
 
 /// How a piece of VMM memory can be shared.
@@ -170,19 +169,28 @@ impl Current<'_> {
 /// What stands at an address.
 impl Current<'_> {
     pub(super) fn pointer_facts(self, address: DevicePointer) -> Result<PointerFacts> {
-        let attribute = |number| self.driver().pointer_attribute(number, address);
+        let memory_type =
+            self.driver().pointer_attribute(pointer_attribute::MEMORY_TYPE, address)?;
+        let is_set = |number| self.known_or_zero(number, address).map(|value| value != 0);
         Ok(PointerFacts {
-            memory_type: attribute(pointer_attribute::MEMORY_TYPE)?,
-            managed: attribute(pointer_attribute::IS_MANAGED)? != 0,
-            legacy_ipc: attribute(pointer_attribute::IS_LEGACY_CUDA_IPC_CAPABLE)? != 0,
-            pool: attribute(pointer_attribute::MEMPOOL_HANDLE)? != 0,
-            buffer: self.buffer_at(address)?,
+            memory_type,
+            managed: is_set(pointer_attribute::IS_MANAGED)?,
+            legacy_ipc: is_set(pointer_attribute::IS_LEGACY_CUDA_IPC_CAPABLE)?,
+            pool: is_set(pointer_attribute::MEMPOOL_HANDLE)?,
         })
     }
 
-    /// The number of the allocation at an address, which no other of this process ever has.
+    /// The number of the allocation at an address, which no other of this process ever has; 0 for memory that has none.
     pub(super) fn buffer_at(self, address: DevicePointer) -> Result<u64> {
-        self.driver().pointer_attribute(pointer_attribute::BUFFER_ID, address)
+        self.known_or_zero(pointer_attribute::BUFFER_ID, address)
+    }
+
+    /// An attribute, or 0 where the driver knows none of that name, or of that kind of memory.
+    fn known_or_zero(self, attribute: c_int, address: DevicePointer) -> Result<u64> {
+        match self.driver().pointer_attribute(attribute, address) {
+            Err(error) if error.is_invalid_value() => Ok(0),
+            answer => answer,
+        }
     }
 
     /// Whether the piece of VMM memory at an address can be shared that way.

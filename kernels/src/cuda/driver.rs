@@ -68,6 +68,11 @@ impl DriverError {
         self.status() == status::OUT_OF_MEMORY
     }
 
+    /// Whether the driver says that an argument is none of the possible ones.
+    pub(super) fn is_invalid_value(&self) -> bool {
+        self.status() == status::INVALID_VALUE
+    }
+
     /// Whether the MPS server cannot take a new client now: clients of an earlier fault are still there.
     #[must_use]
     pub fn is_mps_not_ready(&self) -> bool {

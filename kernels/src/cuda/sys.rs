@@ -106,6 +106,7 @@ pub(super) mod status {
     use super::Status;
 
     pub(crate) const SUCCESS: Status = Status(0);
+    pub(crate) const INVALID_VALUE: Status = Status(1);
     pub(crate) const OUT_OF_MEMORY: Status = Status(2);
     pub(crate) const NOT_INITIALIZED: Status = Status(3);
     pub(crate) const DEINITIALIZED: Status = Status(4);
