@@ -19,6 +19,7 @@ mod context;
 mod driver;
 mod export;
 mod launcher;
+mod management;
 mod memory;
 mod pieces;
 mod selector;
@@ -40,6 +41,7 @@ use self::class::CudaClass;
 use self::compile::Arch;
 use self::context::{Context, Scheduling};
 use self::driver::{Driver, VisibleDevice, select};
+use self::management::Management;
 use self::memory::LegacyHandles;
 use self::store::Artifacts;
 use self::sys::device_attribute;
@@ -56,6 +58,7 @@ pub use self::caches::CudaCaches;
 pub use self::driver::{DRIVER_LIBRARY, DriverError, OpenError};
 pub use self::export::{CudaExporter, Export};
 pub use self::launcher::CudaLauncher;
+pub use self::management::MANAGEMENT_LIBRARY;
 pub use self::memory::{CudaImport, CudaRegion, SAME_PROCESS_SUBJECT};
 pub use self::selector::{CudaSelector, SelectorError};
 pub use self::variants::CudaVariants;
@@ -71,6 +74,8 @@ pub struct CudaOptions {
     pub selector: CudaSelector,
     /// The driver: a name that the loader searches for, or a path.
     pub driver_library: PathBuf,
+    /// NVIDIA's management library, which tells what the context takes: a name that the loader searches for, or a path.
+    pub management_library: PathBuf,
     /// Where compiled variants come from.
     pub artifacts: Arc<Artifacts>,
     /// The most rows that a request selects.
@@ -93,6 +98,7 @@ impl CudaOptions {
         Self {
             selector,
             driver_library: DRIVER_LIBRARY.into(),
+            management_library: MANAGEMENT_LIBRARY.into(),
             artifacts,
             selected_max,
             guard,
@@ -109,7 +115,7 @@ pub struct CudaDevice {
     options: CudaOptions,
     legacy: Arc<LegacyHandles>,
     arena: Arc<Arena>,
-    words_bytes: u64,
+    footprint: Footprint,
     // The context goes last.
     context: Arc<Context>,
 }
@@ -129,13 +135,19 @@ impl CudaDevice {
             return Err(OpenError::Unsuitable { device: device.label(), lacks });
         }
         let capability = driver.compute_capability(device.device).map_err(failed)?;
+        let outside = Management::open(&options.management_library, device.uuid);
+        let used = || outside.as_ref().and_then(Management::used_bytes);
+        let used_before = used();
         let context = Context::retain(Arc::clone(&driver), device.device, Scheduling::Sleep);
         let context = Arc::new(context.map_err(failed)?);
+        let context_bytes = used().zip(used_before).map(|(now, before)| now.saturating_sub(before));
         let arena = Arena::allocate(&context).map_err(|error| {
             let what = "tables of base addresses";
             memory::out_of_memory(&context, &device.label(), what, ARENA_BYTES, error)
         })?;
-        let words_bytes = Words::bytes(options.selected_max).ok_or_else(|| {
+        let words =
+            Words::bytes(options.selected_max).zip(Words::staging_bytes(options.selected_max));
+        let (words_bytes, staging_bytes) = words.ok_or_else(|| {
             let lacks = "memory for requests of so many rows";
             OpenError::Unsuitable { device: device.label(), lacks }
         })?;
@@ -145,7 +157,11 @@ impl CudaDevice {
             options,
             legacy: Arc::default(),
             arena: Arc::new(arena),
-            words_bytes: words_bytes as u64,
+            footprint: Footprint {
+                context: context_bytes.unwrap_or(0),
+                tables: ARENA_BYTES + staging_bytes,
+                words: words_bytes as u64,
+            },
             context,
         })
     }
@@ -187,7 +203,7 @@ impl Device for CudaDevice {
     }
 
     fn footprint(&self) -> Footprint {
-        Footprint { context: 0, tables: ARENA_BYTES, words: self.words_bytes }
+        self.footprint
     }
 
     fn rows_per_launch_max(&self) -> u64 {
@@ -240,8 +256,8 @@ impl Device for CudaDevice {
         self.options.guard.enter(Door::DeviceAllocator);
         CudaLauncher::create(&self.context, self.options.selected_max).map_err(|error| {
             let what = format!(
-                "The launcher's {} bytes of pinned memory and its stream were not made",
-                self.words_bytes
+                "The launcher's stream and its memory ({} bytes pinned, {} of the device with the tables) were not made",
+                self.footprint.words, self.footprint.tables
             );
             error.refusal(RefusalCode::PrepareFailed, &what)
         })

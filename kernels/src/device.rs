@@ -108,9 +108,9 @@ pub trait Import: fmt::Debug + Sized {
 /// What a device process takes of its device for itself, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Footprint {
-    /// The driver's context.
+    /// The driver's context; 0 where there is none, or where nobody can tell.
     pub context: u64,
-    /// Tables of base addresses.
+    /// Tables of base addresses, and room for indices and flags on their way.
     pub tables: u64,
     /// Words and buffers that device and executor share, in host memory.
     pub words: u64,

@@ -47,6 +47,7 @@ pub(super) fn options(stub: &Stub, selector: CudaSelector) -> CudaOptions {
     let guard = Arc::new(ServingGuard::new(true));
     let mut options = CudaOptions::new(selector, Arc::new(artifacts(stub)), SELECTED_MAX, guard);
     options.driver_library = stub.library();
+    options.management_library = "/nowhere".into();
     options
 }
 
