@@ -220,7 +220,13 @@ impl Link {
         let memory = match &region.source {
             Source::Memory(memory) => self.pass_file(tag, memory.as_fd(), call).await?,
             Source::Descriptor(descriptor) => self.pass_file(tag, descriptor.as_fd(), call).await?,
-            Source::Device(memory) => self.pass_device_memory(tag, memory, call).await?,
+            Source::Device(memory) => match self.pass_device_memory(tag, memory, call).await {
+                Ok(memory) => memory,
+                Err(failure) => {
+                    self.give_up(tag, call).await;
+                    return Err(failure);
+                }
+            },
         };
         let session = Some(self.reference());
         let size_bytes = region.bytes;
@@ -287,6 +293,19 @@ impl Link {
             pieces,
             ..v1::RegisterRegionRequest::default()
         })
+    }
+
+    /// Lets the daemon close what it was sent under a tag: it does whenever it refuses the registration.
+    async fn give_up(&self, tag: u64, call: &Call) {
+        let request = call.request(v1::RegisterRegionRequest {
+            session: Some(self.reference()),
+            descriptors: Some(v1::DescriptorRef { tag, count: 0 }),
+            ..v1::RegisterRegionRequest::default()
+        });
+        if let Ok(request) = request {
+            // It is refused, as it should be; where nobody answers, the session's end closes them.
+            call.answer(self.registry().register_region(request)).await.ok();
+        }
     }
 
     fn of_another_device(&self, device: DeviceUuid) -> Refusal {

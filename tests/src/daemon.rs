@@ -48,12 +48,14 @@ pub struct DaemonOptions {
     environment: Vec<(OsString, OsString)>,
     runtime: Option<PathBuf>,
     log: Option<PathBuf>,
+    descriptors: Option<(u32, u32)>,
 }
 
 impl DaemonOptions {
-    /// Sets a key of the configuration file, in TOML: `setting("drain_grace_ms", "500")`.
+    /// Sets a key of the configuration file, in TOML, in place of what it was set to: `setting("drain_grace_ms", "500")`.
     #[must_use]
     pub fn setting(mut self, key: &str, value: &str) -> Self {
+        self.settings.retain(|(set, _)| set != key);
         self.settings.push((key.to_owned(), value.to_owned()));
         self
     }
@@ -76,6 +78,13 @@ impl DaemonOptions {
     #[must_use]
     pub fn log_to(mut self, file: &Path) -> Self {
         self.log = Some(file.to_owned());
+        self
+    }
+
+    /// Starts it with these limits of open files, the soft one and the hard one.
+    #[must_use]
+    pub fn descriptors(mut self, soft: u32, hard: u32) -> Self {
+        self.descriptors = Some((soft, hard));
         self
     }
 
@@ -109,7 +118,18 @@ impl DaemonOptions {
         fs::write(&config, text).expect("a configuration file");
         let log = self.log.unwrap_or_else(|| home.path().join("log"));
         let file = File::options().create(true).append(true).open(&log).expect("a log");
-        let child = Command::new(binary("statecopyd", "statecopyd"))
+        let program = binary("statecopyd", "statecopyd");
+        let mut command = match self.descriptors {
+            None => Command::new(program),
+            Some((soft, hard)) => {
+                let limited =
+                    format!("ulimit -Sn {soft} && ulimit -Hn {hard} && exec \"$0\" \"$@\"");
+                let mut shell = Command::new("sh");
+                shell.arg("-c").arg(limited).arg(program);
+                shell
+            }
+        };
+        let child = command
             .arg("serve")
             .arg("--config")
             .arg(&config)

@@ -1,7 +1,7 @@
 //! What the end-to-end tests of statecopy share.
 //!
 //! **What it is.** [`Daemon`] is the real `statecopyd` in a runtime directory of its own; [`Wire`] and [`Session`] speak its
-//! wire by hand, so that a test can say what no client would; [`Rig`] is a session with caches whose every byte is
+//! wire by hand, so that a test can say what no client would; [`CudaBed`] is a CUDA driver without a GPU; [`Rig`] is a session with caches whose every byte is
 //! compared with the reference after every step; [`WorkerProcess`] is a worker that can be killed; [`Footprint`] is what a
 //! process holds.
 //!
@@ -11,6 +11,7 @@
 //! **Invariant.** Nothing outlives a test: dropping a [`Daemon`] or a [`WorkerProcess`] ends its processes.
 #![forbid(unsafe_code)]
 
+mod cuda;
 mod daemon;
 mod footprint;
 mod http;
@@ -22,6 +23,7 @@ mod shared;
 mod wire;
 mod worker;
 
+pub use cuda::{CudaBed, CudaWorker, PIECES};
 pub use daemon::{Daemon, DaemonOptions, binary, runs, send_signal};
 pub use footprint::Footprint;
 pub use http::{Answer, get};

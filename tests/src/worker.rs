@@ -1,5 +1,6 @@
 //! A worker process that does as it is told, and that can be killed at any point.
 
+use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -23,8 +24,21 @@ impl WorkerProcess {
     /// When it does not start.
     #[must_use]
     pub fn start(control_socket: &Path) -> Self {
+        Self::start_in(control_socket, [])
+    }
+
+    /// The same with variables of the environment.
+    ///
+    /// # Panics
+    /// When it does not start.
+    #[must_use]
+    pub fn start_in(
+        control_socket: &Path,
+        environment: impl IntoIterator<Item = (&'static str, OsString)>,
+    ) -> Self {
         let mut child = Command::new(binary("statecopy-tests", "statecopy-test-worker"))
             .arg(control_socket)
+            .envs(environment)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()

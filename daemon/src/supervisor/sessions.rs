@@ -170,6 +170,11 @@ impl Sessions {
         Self { incarnation, limits, descriptors, table: Mutex::new(table) }
     }
 
+    /// RLIMIT_NOFILE.
+    pub(crate) fn descriptor_limit(&self) -> u64 {
+        self.descriptors.limit
+    }
+
     /// Opens a session.
     ///
     /// # Errors

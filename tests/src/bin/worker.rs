@@ -6,24 +6,30 @@
 //! | `send` | sends a descriptor of 1 MiB, and registers nothing |
 //! | `register` | opens a session of its own with one published layer |
 //! | `random SEED COUNT` | that many random copies, each compared with the reference |
+//! | `device` | shares memory of the first CUDA device: 4 MiB of the default allocator, 4 MiB in pieces |
 //! | `fork` | leaves a child that holds the descriptor socket open; answers its process id |
 //!
 //! It ends at the end of its input.
 
 use std::io::{self, BufRead, Write};
 use std::os::fd::AsFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, bail};
 use rustix::io::{FdFlags, fcntl_setfd};
+use statecopy_client::blocking::Client;
+use statecopy_client::{Address, ConnectOptions};
+use statecopy_kernels::cuda::{Allocator, CudaExporter, CudaMemory, CudaSelector, DRIVER_LIBRARY};
 use statecopy_kernels::layout::CacheLayout;
 use statecopy_proto::{DataType, Direction};
-use statecopy_tests::{Indices, Random, Rig, Session, Shared, Wire};
+use statecopy_tests::{Indices, PIECES, Random, Rig, Session, Shared, Wire};
 
 fn main() -> anyhow::Result<()> {
     let socket = std::env::args_os().nth(1).context("usage: statecopy-test-worker SOCKET")?;
-    let mut worker = Worker { wire: Wire::connect(Path::new(&socket))?, session: None, rig: None };
+    let socket = PathBuf::from(socket);
+    let wire = Wire::connect(&socket)?;
+    let mut worker = Worker { socket, wire, session: None, rig: None, device: None };
     let mut answers = io::stdout().lock();
     for order in io::stdin().lock().lines() {
         let answer = worker.obey(&order?)?;
@@ -37,6 +43,8 @@ struct Worker {
     wire: Wire,
     session: Option<Session>,
     rig: Option<Rig>,
+    device: Option<(Client, CudaExporter, [CudaMemory; 2])>,
+    socket: PathBuf,
 }
 
 impl Worker {
@@ -64,6 +72,10 @@ impl Worker {
                 random_copies(rig, seed.parse()?, count.parse()?)?;
                 Ok("right".to_owned())
             }
+            ["device"] => {
+                self.device = share_device_memory(&self.socket)?;
+                Ok("shared".to_owned())
+            }
             ["fork"] => {
                 let session = self.session.as_ref().context("no session")?;
                 leave_child(session).map(|pid| pid.to_string())
@@ -71,6 +83,21 @@ impl Worker {
             _ => bail!("{order} is no order"),
         }
     }
+}
+
+/// Memory of the default allocator, and virtual memory in pieces.
+fn share_device_memory(
+    socket: &Path,
+) -> anyhow::Result<Option<(Client, CudaExporter, [CudaMemory; 2])>> {
+    let folder = socket.parent().context("a socket lies in a folder")?;
+    let client = Client::connect(Address::in_directory(folder)?, ConnectOptions::default())?;
+    let exporter = CudaExporter::open(Path::new(DRIVER_LIBRARY))?;
+    let allocate = |allocator| exporter.allocate(CudaSelector::Ordinal(0), 4 << 20, allocator);
+    let memory = [allocate(Allocator::Default)?, allocate(PIECES)?];
+    for memory in &memory {
+        client.register_device_memory(memory.address(), memory.bytes())?;
+    }
+    Ok(Some((client, exporter, memory)))
 }
 
 /// Random copies of one layer, in both directions and both widths, with invalid and repeated rows.

@@ -182,7 +182,7 @@ async fn serve_attached(
                 error @ (ChannelError::MessageTruncated { .. }
                 | ChannelError::TooManyDescriptors { .. }),
             ) => Err(bad_message(&error)),
-            Err(error @ ChannelError::DescriptorsTruncated) => Err(lost(&error)),
+            Err(error @ ChannelError::DescriptorsTruncated) => Err(lost(control, &error)),
             Err(_) => return EndReason::ConnectionEnded,
         };
         let answer = answer.unwrap_or_else(|refusal| {
@@ -251,10 +251,13 @@ fn bad_message(error: &ChannelError) -> Refusal {
     invalid(chain(error))
 }
 
-fn lost(error: &ChannelError) -> Refusal {
-    Refusal::new(RefusalCode::QuotaExceeded, chain(error)).remedied_by(
-        "Send fewer descriptors at once; raise the daemon's limit of open files (RLIMIT_NOFILE).",
-    )
+fn lost(control: &Control, error: &ChannelError) -> Refusal {
+    let limit = control.sessions.descriptor_limit();
+    let sentence =
+        format!("The daemon's limit of open files (RLIMIT_NOFILE = {limit}) is reached: {error}");
+    Refusal::new(RefusalCode::QuotaExceeded, sentence)
+        .about("RLIMIT_NOFILE")
+        .remedied_by("Close sessions, or start the daemon with a higher limit of open files.")
 }
 
 fn invalid(sentence: String) -> Refusal {

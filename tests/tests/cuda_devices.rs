@@ -1,0 +1,226 @@
+//! CUDA devices: opened, refused, chosen, lost and found, over the stub driver.
+
+use std::fs;
+
+use rustix::process::Signal;
+use statecopy_client::blocking::Client;
+use statecopy_client::{Address, ConnectOptions, Error, RefusalCode};
+use statecopy_kernels::cuda::{Allocator, CudaSelector};
+use statecopy_proto::v1::OpenRequest;
+use statecopy_proto::{PROTOCOL_NEWEST, Refusal};
+use statecopy_stub_cuda::{Object, StubDevice};
+use statecopy_tests::{
+    CudaBed, CudaWorker, DaemonOptions, PIECES, Session, WorkerProcess, send_signal, until,
+};
+
+fn device(byte: u8, name: &str) -> StubDevice {
+    StubDevice { uuid: [byte; 16], name: name.to_owned(), ..StubDevice::default() }
+}
+
+const FIRST: &str = "01010101-0101-0101-0101-010101010101";
+const SECOND: &str = "02020202-0202-0202-0202-020202020202";
+
+/// A daemon that must not come up: its exit code, and what it says.
+fn refused(options: DaemonOptions) -> (Option<i32>, String) {
+    let mut daemon = options.spawn();
+    let status = daemon.wait();
+    assert!(!daemon.control_socket().exists());
+    (status.code(), daemon.log())
+}
+
+fn refusal(error: Error) -> Refusal {
+    match error {
+        Error::Refused(refusal) => refusal,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_device_that_cannot_serve_ends_the_start_and_says_what_is_missing() {
+    let bed = CudaBed::over(&[device(1, "one")]);
+    for (options, code, parts) in [
+        (
+            bed.daemon().setting("cuda.driver_library", "\"/nowhere/libcuda.so.1\""),
+            69,
+            vec!["DEVICE_NOT_VISIBLE", "/nowhere/libcuda.so.1", "Install NVIDIA's driver"],
+        ),
+        (
+            bed.daemon().setting("devices", "[\"cuda:3\"]"),
+            69,
+            vec!["Device cuda:3 does not serve", "DEVICE_NOT_VISIBLE", "cuda:0 (one, 01010101-"],
+        ),
+        (
+            bed.daemon().setting("artifact_stores", "[]"),
+            69,
+            vec!["PREPARE_FAILED", "one (sm_90)", "hold kernels for none", "NVRTC"],
+        ),
+        (
+            bed.daemon().setting("artifact_stores", "[\"/nowhere/kernels\"]"),
+            69,
+            vec!["PREPARE_FAILED", "/nowhere/kernels"],
+        ),
+        (
+            bed.daemon().setting("devices", &format!("[\"cuda:0\", \"cuda:GPU-{FIRST}\"]")),
+            78,
+            vec!["cuda:0", "same device", FIRST],
+        ),
+        (
+            bed.daemon().setting("devices", "[\"cuda:all\"]"),
+            78,
+            vec!["devices", "cuda:all", "cuda:<ordinal>"],
+        ),
+    ] {
+        let (status, log) = refused(options);
+        assert_eq!(status, Some(code), "{log}");
+        for part in parts {
+            assert!(log.contains(part), "{part} in:\n{log}");
+        }
+    }
+}
+
+#[test]
+fn a_device_without_room_for_the_daemon_is_not_served() {
+    let bed = CudaBed::over(&[StubDevice { memory: 1 << 20, ..device(1, "one") }]);
+    let (status, log) = refused(bed.daemon());
+    assert_eq!(status, Some(69), "{log}");
+    assert!(log.contains("no memory left") && log.contains("1048576"), "{log}");
+}
+
+#[test]
+fn a_worker_finds_its_device_by_uuid_whatever_the_ordinals_are() {
+    let devices = [device(1, "one"), device(2, "two")];
+    let bed = CudaBed::over(&devices);
+    let [one, two] = devices;
+    let turned = StubDevice::describe(&[two, one]);
+    // For the daemon the second device is the first.
+    let daemon = bed.daemon().variable("STATECOPY_STUB_CUDA_DEVICES", turned).start();
+    let served = daemon.inspect().devices.remove(0).device.unwrap();
+    assert_eq!((served.kind.as_str(), served.uuid.as_str()), ("cuda", SECOND));
+    assert_eq!((served.name.as_str(), served.family.as_str()), ("two", "sm_90"));
+    let client = bed.client(&daemon);
+    let allocate = |ordinal| {
+        let device = CudaSelector::Ordinal(ordinal);
+        bed.exporter.allocate(device, 1 << 20, Allocator::Default).unwrap()
+    };
+    let (other, memory) = (allocate(0), allocate(1));
+    client.register_device_memory(memory.address(), memory.bytes()).unwrap();
+    let refused = client.register_device_memory(other.address(), other.bytes()).unwrap_err();
+    let refused = refusal(refused);
+    assert_eq!(refused.code(), RefusalCode::DeviceNotVisible);
+    assert!(refused.sentence().contains(FIRST) && refused.sentence().contains(SECOND), "{refused}");
+    assert_eq!(daemon.inspect().sessions[0].regions.len(), 1);
+}
+
+#[test]
+fn a_session_chooses_among_several_devices_by_uuid() {
+    let bed = CudaBed::over(&[device(1, "one"), device(2, "two")]);
+    let devices = format!("[\"host\", \"cuda:1\", \"cuda:MIG-{FIRST}\"]");
+    let daemon = bed.daemon().setting("devices", &devices).start();
+    let inspected = daemon.inspect();
+    let kinds: Vec<String> = inspected
+        .devices
+        .iter()
+        .map(|device| device.device.as_ref().unwrap().name.clone())
+        .collect();
+    assert_eq!(kinds[1..], ["two", "one"]);
+    let pids: std::collections::BTreeSet<u32> =
+        inspected.devices.iter().map(|device| device.device_process_pid).collect();
+    assert_eq!(pids.len(), 3, "each has a process of its own");
+    let open = |uuid: &str| {
+        let device_uuid = uuid.to_owned();
+        let protocol_version = PROTOCOL_NEWEST;
+        let request = OpenRequest { protocol_version, device_uuid, ..OpenRequest::default() };
+        Session::open_as(daemon.wire(), request)
+    };
+    for (named, uuid) in
+        [(FIRST, FIRST), (SECOND, SECOND), ("GPU-02020202-0202-0202-0202-020202020202", SECOND)]
+    {
+        let session = open(named).unwrap();
+        assert_eq!(session.opened.device.as_ref().unwrap().uuid, uuid);
+    }
+    for named in ["", "03030303-0303-0303-0303-030303030303", "cuda:0"] {
+        let refusal = open(named).unwrap_err();
+        assert_eq!(refusal.code(), RefusalCode::DeviceNotVisible);
+        for part in [FIRST, SECOND, "one", "two"] {
+            assert!(refusal.sentence().contains(part), "{refusal}");
+        }
+    }
+    // The client's own way, and memory of either device.
+    let address = Address::in_directory(daemon.runtime()).unwrap();
+    for (uuid, ordinal) in [(FIRST, 0), (SECOND, 1)] {
+        let device = Some(format!("GPU-{uuid}"));
+        let options = ConnectOptions { device, ..bed.options() };
+        let client = Client::connect(address.clone(), options).unwrap();
+        let selector = CudaSelector::Ordinal(ordinal);
+        let memory = bed.exporter.allocate(selector, 1 << 20, Allocator::Default).unwrap();
+        client.register_device_memory(memory.address(), memory.bytes()).unwrap();
+        client.close().unwrap();
+    }
+}
+
+#[test]
+fn what_the_daemon_takes_of_the_device_is_told_and_taken_before_it_is_ready() {
+    let bed = CudaBed::default();
+    let daemon = bed.daemon().start();
+    let device = daemon.device_process();
+    let environment = fs::read(format!("/proc/{device}/environ")).unwrap();
+    let connections = b"CUDA_DEVICE_MAX_CONNECTIONS=32".as_slice();
+    assert!(environment.split(|byte| *byte == 0).any(|variable| variable == connections));
+    let footprint = daemon.inspect().devices[0].footprint.unwrap();
+    assert!(footprint.tables_bytes > 0 && footprint.words_bytes > 0, "{footprint:?}");
+    let scraped = daemon.get("/metrics").body;
+    let tables = format!(
+        "statecopy_device_footprint_bytes{{device=\"{}\",part=\"tables\"}} {}",
+        daemon.inspect().devices[0].device.as_ref().unwrap().uuid,
+        footprint.tables_bytes
+    );
+    assert!(scraped.contains(&tables), "{tables} in:\n{scraped}");
+    let ready = bed.report(device).live(Object::Allocation);
+    let mut worker = CudaWorker::register(&bed, bed.client(&daemon), bed.allocate(1 << 20, PIECES));
+    worker.copy_both_ways();
+    assert_eq!(bed.report(device).live(Object::Allocation), ready);
+}
+
+#[test]
+fn a_device_process_that_died_is_followed_by_one_that_knows_every_binding() {
+    let bed = CudaBed::default();
+    for allocator in [Allocator::Default, PIECES] {
+        let daemon = bed.daemon().start();
+        let memory = bed.allocate(8 << 20, allocator);
+        let mut worker = CudaWorker::register(&bed, bed.client(&daemon), memory);
+        worker.copy_both_ways();
+        let signature = worker.plan.as_async().signature();
+        let died = daemon.device_process();
+        let held = bed.report(died).held();
+        send_signal(died, Signal::KILL).unwrap();
+        until("another device process serves", || {
+            let device = &daemon.inspect().devices[0];
+            device.ready && device.restarts == 1
+        });
+        worker.copy_both_ways();
+        assert_eq!(worker.plan.as_async().signature(), signature);
+        bed.wait_for(daemon.device_process(), &held);
+    }
+}
+
+#[test]
+fn a_killed_worker_gives_its_device_memory_back() {
+    let bed = CudaBed::default();
+    let daemon = bed.daemon().start();
+    let device = daemon.device_process();
+    let mut survivor =
+        CudaWorker::register(&bed, bed.client(&daemon), bed.allocate(1 << 20, Allocator::Default));
+    let held = bed.report(device).held();
+    let used = bed.stub.used_bytes(&StubDevice::default()).unwrap();
+    let mut worker = WorkerProcess::start_in(&daemon.control_socket(), bed.stub.environment());
+    assert_eq!(worker.say("device"), "shared");
+    assert_ne!(bed.report(device).held(), held);
+    survivor.copy_both_ways();
+    worker.kill();
+    bed.wait_for(device, &held);
+    until("the memory itself is free", || {
+        bed.stub.used_bytes(&StubDevice::default()).unwrap() == used
+    });
+    survivor.copy_both_ways();
+    assert_eq!(daemon.inspect().sessions.len(), 1);
+}
