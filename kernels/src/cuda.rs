@@ -39,7 +39,7 @@ use statecopy_proto::{DataType, Refusal, RefusalCode};
 use self::arena::{ARENA_BYTES, Arena};
 use self::class::CudaClass;
 use self::compile::Arch;
-use self::context::{Context, Scheduling};
+use self::context::Context;
 use self::driver::{Driver, VisibleDevice, select};
 use self::management::Management;
 use self::memory::LegacyHandles;
@@ -55,6 +55,7 @@ use crate::plan::KernelClass;
 
 pub use self::allocation::{Allocator, CudaMemory};
 pub use self::caches::CudaCaches;
+pub use self::context::Scheduling;
 pub use self::driver::{DRIVER_LIBRARY, DriverError, OpenError};
 pub use self::export::{CudaExporter, Export};
 pub use self::launcher::CudaLauncher;
@@ -84,6 +85,8 @@ pub struct CudaOptions {
     pub guard: Arc<ServingGuard>,
     /// File names of libraries that `LD_PRELOAD` and its like may inject.
     pub allowed_preloads: Vec<String>,
+    /// How threads wait in the driver.
+    pub scheduling: Scheduling,
 }
 
 impl CudaOptions {
@@ -103,6 +106,7 @@ impl CudaOptions {
             selected_max,
             guard,
             allowed_preloads: Vec::new(),
+            scheduling: Scheduling::Sleep,
         }
     }
 }
@@ -138,7 +142,7 @@ impl CudaDevice {
         let outside = Management::open(&options.management_library, device.uuid);
         let used = || outside.as_ref().and_then(Management::used_bytes);
         let used_before = used();
-        let context = Context::retain(Arc::clone(&driver), device.device, Scheduling::Sleep);
+        let context = Context::retain(Arc::clone(&driver), device.device, options.scheduling);
         let context = Arc::new(context.map_err(failed)?);
         let context_bytes = used().zip(used_before).map(|(now, before)| now.saturating_sub(before));
         let arena = Arena::allocate(&context).map_err(|error| {

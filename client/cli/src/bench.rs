@@ -12,26 +12,32 @@ mod plan;
 mod record;
 mod report;
 mod statistics;
+mod target;
 mod trial;
 
 use std::collections::BTreeMap;
+use std::env;
 use std::fs;
 use std::num::NonZeroUsize;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Context;
 use statecopy_client::blocking::Admin;
 use statecopy_client::{ConnectOptions, Transport};
-use statecopyd::config::Settings;
+use statecopy_kernels::device::Device as _;
+use statecopy_kernels::guard::ServingGuard;
+use statecopyd::config::{self, DeviceName, Flags, Settings};
 
-use self::machine::{CpuPair, Machine, Thread, load_average, pin_to};
+use self::machine::{CpuPair, DeviceFacts, Machine, Thread, load_average, pin_to};
 use self::memory::BenchMemory;
-use self::paths::{Daemon, InProcess};
+use self::paths::{Daemon, InProcess, SELECTED_MAX};
 use self::peer::Peer;
-use self::plan::Case;
+use self::plan::{Case, Kind};
 use self::record::{CaseRecord, FORMAT, Output, Record, RunSettings, Source};
+use self::target::{Cuda, Host, Target};
 use self::trial::Bench;
 use crate::ask::{ADMIN_TIMEOUT, compiles_while_serving};
 use crate::cli::{BenchCommand, BenchOptions, BenchRunOptions};
@@ -55,9 +61,13 @@ pub(crate) fn run(options: &BenchOptions) -> anyhow::Result<ExitCode> {
 }
 
 fn measure(options: &BenchRunOptions) -> anyhow::Result<ExitCode> {
-    let cases = Case::chosen(&options.cases);
+    let kind = match options.device {
+        DeviceName::Host => Kind::Host,
+        DeviceName::Cuda(_) => Kind::Cuda,
+    };
+    let cases = Case::chosen(kind, &options.cases);
     if cases.is_empty() {
-        let names: Vec<String> = Case::all().into_iter().map(Case::name).collect();
+        let names: Vec<String> = Case::all(kind).into_iter().map(Case::name).collect();
         let remedy = format!("Name a part of: {}", names.join(", "));
         return Err(Failure::usage("No case has such a name", remedy).into());
     }
@@ -67,21 +77,24 @@ fn measure(options: &BenchRunOptions) -> anyhow::Result<ExitCode> {
         true => thread::available_parallelism().context("The CPUs of this process")?,
         false => NonZeroUsize::MIN,
     };
-    let mut record = empty_record(options, cpus, copy_threads)?;
+    let mut record = empty_record(options, kind, cpus, copy_threads)?;
     let start = Instant::now();
-    if options.address.is_none() {
+    if options.address.is_none() && kind == Kind::Host {
         terminal::note("Looking at an idle daemon");
         let idle = Duration::from_millis(options.idle_ms);
         record.footprint = Some(footprint::look(options.sessions, idle)?);
     }
-    // The daemon and the ping-pong's other side inherit this process's CPUs: they start before it stays on one of them.
-    let daemon = match &options.address {
-        Some(address) => DaemonInUse::Given(address.clone()),
-        None => DaemonInUse::Own(OwnDaemon::start_with(&variables(&record.settings))?),
-    };
-    let peer = Peer::start(cpus.executor)?;
-    run_cases(&cases, options, &daemon, copy_threads, peer, &mut record)?;
-    daemon.release()?;
+    let guard = Arc::new(ServingGuard::new(false));
+    match options.device {
+        DeviceName::Host => {
+            let host = Host::open(copy_threads, &guard)?;
+            measure_on(&host, &guard, &cases, options, cpus, &mut record)?;
+        }
+        DeviceName::Cuda(selector) => {
+            let cuda = Cuda::open(selector, &daemon_defaults()?, SELECTED_MAX, &guard)?;
+            measure_on(&cuda, &guard, &cases, options, cpus, &mut record)?;
+        }
+    }
     record.took_s = start.elapsed().as_secs();
     record.machine.load_average_after = load_average();
     output.write(&record)?;
@@ -89,36 +102,58 @@ fn measure(options: &BenchRunOptions) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn run_cases(
+fn measure_on<T: Target>(
+    target: &T,
+    guard: &Arc<ServingGuard>,
     cases: &[Case],
     options: &BenchRunOptions,
-    daemon: &DaemonInUse,
-    copy_threads: NonZeroUsize,
-    peer: Peer,
+    cpus: CpuPair,
     record: &mut Record,
 ) -> anyhow::Result<()> {
+    record.device = Some(DeviceFacts::of(target.device()));
+    // The daemon and the ping-pong's other side inherit this process's CPUs: they start before it stays on one of them.
+    let daemon = match &options.address {
+        Some(address) => DaemonInUse::Given(address.clone()),
+        None => DaemonInUse::Own(OwnDaemon::start_with(&variables(&record.settings))?),
+    };
+    let peer = Peer::start(cpus.executor)?;
     let admin = Admin::connect(daemon.address().clone(), ADMIN_TIMEOUT)?;
+    let uuid = target.device().description().uuid;
     let device_process = admin.inspect()?.devices.first().map(|device| device.device_process_pid);
     let executor =
         Thread::named(device_process.context("The daemon has no device")?, EXECUTOR_THREAD)?;
-    let (device, guard) = InProcess::open_device(copy_threads)?;
-    let memory = BenchMemory::allocate(&device, cases, options.seed)?;
+    let memory = BenchMemory::allocate(target, cases, options.cache_rows, options.seed)?;
     let register = |transport| Daemon::register(daemon.address(), transport, &memory);
     let mut bench = Bench {
         seed: options.seed,
         trials: options.trials,
-        in_process: InProcess::prepare(&device, guard, &memory)?,
+        in_process: InProcess::prepare(target, Arc::clone(guard), &memory)?,
         ring: register(Transport::Ring)?,
         grpc: register(Transport::Grpc)?,
         memory,
         peer,
         executor,
     };
+    run_cases(&mut bench, cases, &admin, record)?;
+    bench.ring.close()?;
+    bench.grpc.close()?;
+    if let Some(facts) = &mut record.device {
+        facts.look(&uuid);
+    }
+    daemon.release()
+}
+
+fn run_cases<T: Target>(
+    bench: &mut Bench<T>,
+    cases: &[Case],
+    admin: &Admin,
+    record: &mut Record,
+) -> anyhow::Result<()> {
     // Now, and not before: where one CPU may be used a client that connects decides never to spin.
     if let Some(cpus) = record.pinning {
         pin_to(cpus.worker)?;
     }
-    let bar = terminal::progress(cases.len() as u64 * options.trials, "trials", false);
+    let bar = terminal::progress(cases.len() as u64 * bench.trials, "trials", false);
     for case in cases {
         bar.set_message(case.name());
         let samples = bench.run(*case, || bar.inc(1))?;
@@ -133,12 +168,21 @@ fn run_cases(
         let sentence = format!("A compiler was entered {entries} times while the trials ran");
         return Err(Failure::other(sentence, "No sample of this run counts.").into());
     }
-    bench.ring.close()?;
-    bench.grpc.close()
+    Ok(())
+}
+
+/// What a daemon of this environment is configured with.
+#[expect(clippy::disallowed_methods, reason = "the daemon's own variables, which it is given too")]
+fn daemon_defaults() -> anyhow::Result<Settings> {
+    let environment = env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+    let loaded = config::load(&Flags::default(), environment);
+    Ok(loaded.context("The settings of the daemon")?.settings)
 }
 
 fn empty_record(
     options: &BenchRunOptions,
+    kind: Kind,
     cpus: CpuPair,
     copy_threads: NonZeroUsize,
 ) -> anyhow::Result<Record> {
@@ -159,6 +203,7 @@ fn empty_record(
             profile: if cfg!(debug_assertions) { "debug" } else { "release" }.to_owned(),
         },
         machine: Machine::look()?,
+        device: None,
         pinning: (!options.all_cores).then_some(cpus),
         settings: RunSettings {
             copy_threads: copy_threads.get(),
@@ -166,13 +211,21 @@ fn empty_record(
             address: options.address.as_ref().map(ToString::to_string),
             worker_spin_us: ConnectOptions::default().spin.as_micros(),
             daemon: daemon_settings(options, cpus, copy_threads),
-            interval: "packed memory taken from a pool of shared regions (the host's output allocation), index and flag \
-                       handling, the copy; the output is given back outside"
+            interval: "packed memory taken from a pool of shared memory (the output allocation), index and flag handling, \
+                       the copy; the output is given back outside"
                 .to_owned(),
-            before_interval: "one untimed call of the same path with the same inputs where packed is at most 4 MiB; else \
-                              one untimed empty request on paths through the daemon, so that its executor is awake; in \
-                              empty_after_sleep nothing until the executor sleeps"
-                .to_owned(),
+            before_interval: match kind {
+                Kind::Host => {
+                    "one untimed call of the same path with the same inputs where packed is at most 4 MiB; else one untimed \
+                     empty request on paths through the daemon, so that its executor is awake; in empty_after_sleep nothing \
+                     until the executor sleeps"
+                }
+                Kind::Cuda => {
+                    "one untimed call of the same path with other rows and another packed buffer; no two calls that follow \
+                     each other share either, so that the GPU's cache holds neither, whatever path comes first"
+                }
+            }
+            .to_owned(),
         },
         footprint: None,
         compiler_entries_while_serving: 0,
@@ -199,6 +252,9 @@ fn daemon_settings(
         ("busy_poll", usual.busy_poll.to_string()),
         ("launch_bytes_max", usual.launch_bytes_max.to_string()),
     ];
+    if let DeviceName::Cuda(_) = options.device {
+        settings.push(("devices", options.device.to_string()));
+    }
     if !options.all_cores {
         settings.push(("executor_cpu", cpus.executor.to_string()));
     }

@@ -8,6 +8,7 @@ use clap::builder::RangedU64ValueParser;
 use clap::{Args, Parser, Subcommand};
 use statecopy_client::{ADDRESS_VARIABLE, Address, ConnectOptions};
 use statecopy_kernels::cuda::compile::Arch;
+use statecopyd::config::DeviceName;
 
 use crate::failure::Failure;
 use crate::replay::scheduler::CHUNK_ALIGNMENT;
@@ -236,9 +237,16 @@ pub(crate) struct BenchRunOptions {
     /// How often every path of every case is measured
     #[arg(long, value_name = "N", default_value_t = 200, value_parser = clap::value_parser!(u64).range(1..=100_000))]
     pub(crate) trials: u64,
+    /// The device to measure: host, `cuda:<ordinal>` or `cuda:<UUID>`. Drivers, compiler and stores of kernels are those of the
+    /// daemon's settings (STATECOPY_ARTIFACT_STORE, STATECOPY_CUDA__NVRTC_DIRECTORY and their like)
+    #[arg(long, default_value_t = DeviceName::Host)]
+    pub(crate) device: DeviceName,
     /// Only cases whose name holds one of these parts, as in kimi-k3-tp8,24576/s1/
     #[arg(long, value_name = "PARTS", value_delimiter = ',')]
     pub(crate) cases: Vec<String>,
+    /// Rows of each layer's cache, where the usual ones are too many for the device: then calls find rows in its cache
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    pub(crate) cache_rows: Option<u64>,
     /// Let every CPU copy on both sides and pin nobody; without it one thread copies on each side
     #[arg(long)]
     pub(crate) all_cores: bool,

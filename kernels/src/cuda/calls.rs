@@ -162,7 +162,8 @@ impl Current<'_> {
     /// Waits for the default stream: a write from host memory may return before it has arrived, and our own streams have no
     /// order with it.
     fn settle(self) -> Result<()> {
-        self.synchronize(Stream(0))
+        // SAFETY: every context has the default stream.
+        unsafe { self.synchronize(Stream(0)) }
     }
 }
 
@@ -459,8 +460,11 @@ impl Current<'_> {
     }
 
     /// Waits until everything on the stream is done.
-    fn synchronize(self, stream: Stream) -> Result<()> {
-        // SAFETY: the one caller passes the default stream, which every context has.
+    ///
+    /// # Safety
+    /// The stream lives.
+    pub(super) unsafe fn synchronize(self, stream: Stream) -> Result<()> {
+        // SAFETY: the caller's own promise.
         let status = unsafe { (self.functions().stream_synchronize)(stream) };
         self.check("cuStreamSynchronize", status)
     }

@@ -32,9 +32,9 @@ pub(super) struct Context {
     faulted: AtomicBool,
 }
 
-/// How threads wait for the device.
+/// How threads wait in the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Scheduling {
+pub enum Scheduling {
     /// Asleep. Set before the context is made; for the process that owns it.
     Sleep,
     /// As whoever made the context wants it; for a guest.

@@ -10,8 +10,8 @@ use statecopy_proto::{Direction, IndexWidth};
 
 use super::CudaDevice;
 use super::arguments::{
-    Arguments, ROWS_PER_LAUNCH_MAX, SHAPE_BATCH, SHAPE_FLAGS_ADDRESS, SHAPE_FLAGS_INLINE,
-    SHAPE_INDICES_INLINE, SHAPE_ROW_STATES, THREADS, direction_number, grid,
+    Arguments, INLINE_BYTES_MAX, ROWS_PER_LAUNCH_MAX, SHAPE_BATCH, SHAPE_FLAGS_ADDRESS,
+    SHAPE_FLAGS_INLINE, SHAPE_INDICES_INLINE, SHAPE_ROW_STATES, THREADS, direction_number, grid,
 };
 use super::context::Context;
 use super::driver::DriverError;
@@ -144,6 +144,69 @@ impl CudaLauncher {
         if inline { 0 } else { index_bytes + flag_bytes }
     }
 
+    /// Fills the parameter in and starts the kernel. Nothing tells yet when it is done. Gives the rows of the part.
+    fn start(
+        &mut self,
+        slot: usize,
+        launch: &Launch<'_, CudaDevice>,
+        copied: Option<u64>,
+    ) -> Result<u64, DeviceFault> {
+        let variant = launch.variant();
+        let staged = self.fill(slot, launch);
+        hooks::at_launch(variant);
+        if copied.is_none() {
+            self.arguments.shape |= SHAPE_ROW_STATES;
+            self.arguments.row_states = self.words.states_address(slot);
+        }
+        let rows = launch.part.end - launch.part.start;
+        if rows > 0 {
+            let function = launch.variants.function(variant);
+            let shape = grid(self.arguments.payload, rows);
+            let shape =
+                shape.expect("a class that was compiled and a part of one launch have a grid");
+            let current = self.context.enter()?;
+            if staged > 0 {
+                // SAFETY: the stream is ours, and the slot is free until this launch is answered.
+                unsafe { self.words.stage(current, self.stream, slot, staged) }?;
+            }
+            // SAFETY: the function is of a variant that takes `Arguments`, whose module the caller's variants keep loaded.
+            // `fill` checked that packed, indices and flags hold what the launch says and that the part lies inside it;
+            // binding checked the layers against their regions. The caller keeps all of it until it knows of the end.
+            unsafe { current.launch(function, shape, THREADS, self.stream, &*self.arguments) }?;
+        }
+        Ok(rows)
+    }
+
+    /// Starts a launch as a worker without a daemon does: no word tells of its end, [`CudaLauncher::synchronize`] waits for it.
+    /// Gives what it moves. The caller keeps what the launch names until then.
+    ///
+    /// # Errors
+    /// When the device failed.
+    ///
+    /// # Panics
+    /// When indices and flags do not all travel with the launch.
+    pub fn enqueue(&mut self, launch: &Launch<'_, CudaDevice>) -> Result<Moved, DeviceFault> {
+        let flags = match &launch.flags {
+            Flags::Inline(private) => private.len(),
+            Flags::None | Flags::Shared(_) => 0,
+        };
+        let bytes = private_bytes(&launch.indices) + flags;
+        let copied = known_copied(launch).filter(|_| bytes <= INLINE_BYTES_MAX);
+        let copied = copied.expect("indices and flags travel with the launch");
+        // So nothing of the slot is used.
+        let rows = self.start(slot_of(self.issued), launch, Some(copied))?;
+        Ok(Moved { copied, masked: rows - copied })
+    }
+
+    /// Waits in the driver until everything that was started is done.
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub fn synchronize(&mut self) -> Result<(), DeviceFault> {
+        // SAFETY: the stream is ours.
+        Ok(unsafe { self.context.enter()?.synchronize(self.stream) }?)
+    }
+
     /// The done word's value for a ticket. The words begin as 0.
     fn done_value(ticket: Ticket) -> u64 {
         ticket.0 + 1
@@ -164,34 +227,16 @@ impl Launcher<CudaDevice> for CudaLauncher {
     }
 
     fn launch(&mut self, launch: &Launch<'_, CudaDevice>) -> Result<Ticket, DeviceFault> {
-        let variant = launch.variant();
-        let function = launch.variants.function(variant);
         let (ticket, slot) = (Ticket(self.issued), slot_of(self.issued));
         assert!(self.slots[slot].is_none(), "At most {TICKETS_MAX} launches await their poll");
-        let staged = self.fill(slot, launch);
-        hooks::at_launch(variant);
-        let rows = launch.part.end - launch.part.start;
         let copied = known_copied(launch);
-        if copied.is_none() {
-            self.arguments.shape |= SHAPE_ROW_STATES;
-            self.arguments.row_states = self.words.states_address(slot);
-        }
+        let rows = self.start(slot, launch, copied)?;
         if rows > 0 {
-            let shape = grid(self.arguments.payload, rows);
-            let shape =
-                shape.expect("a class that was compiled and a part of one launch have a grid");
-            let current = self.context.enter()?;
-            if staged > 0 {
-                // SAFETY: the stream is ours, and the slot is free until this launch is answered.
-                unsafe { self.words.stage(current, self.stream, slot, staged) }?;
-            }
-            // SAFETY: the function is of a variant that takes `Arguments`, whose module the caller's variants keep loaded.
-            // `fill` checked that packed, indices and flags hold what the launch says and that the part lies inside it;
-            // binding checked the layers against their regions. The caller keeps all of it until the poll answers.
-            unsafe { current.launch(function, shape, THREADS, self.stream, &*self.arguments) }?;
             let word = self.words.done_address(slot);
             // SAFETY: the stream is ours; the words are freed only when the stream is idle.
-            unsafe { current.write_word(self.stream, word, Self::done_value(ticket)) }?;
+            unsafe {
+                self.context.enter()?.write_word(self.stream, word, Self::done_value(ticket))
+            }?;
         }
         self.slots[slot] = Some(UnderWay { ticket, rows, copied, asked: None });
         self.issued += 1;

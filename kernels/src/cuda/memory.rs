@@ -108,7 +108,8 @@ impl CudaRegion {
     }
 
     /// Where it begins, for the device.
-    pub(super) fn address(&self) -> u64 {
+    #[must_use]
+    pub fn address(&self) -> u64 {
         self.range.start
     }
 

@@ -1,12 +1,17 @@
 //! The machine that a run took place on, and what the kernel tells of processes.
 
+use std::collections::BTreeMap;
 use std::fs;
+use std::iter;
+use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
+use statecopy_kernels::device::Device;
+use statecopy_kernels::signature::DeviceUuid;
 
 use crate::failure::Failure;
 
@@ -58,6 +63,69 @@ impl Machine {
     }
 }
 
+/// What copies.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct DeviceFacts {
+    /// `host` or `cuda`.
+    pub(super) kind: String,
+    /// The name that a person reads.
+    pub(super) name: String,
+    /// What the kernels depend on: driver, compiler, source.
+    pub(super) configuration: BTreeMap<String, String>,
+    /// What nvidia-smi says of it before the run and after it, clocks above all.
+    pub(super) nvidia_smi: Vec<BTreeMap<String, String>>,
+}
+
+impl DeviceFacts {
+    /// Of a device that this process has open.
+    pub(super) fn of<D: Device>(device: &D) -> Self {
+        let description = device.description();
+        let mut facts = Self {
+            kind: description.kind.to_owned(),
+            name: description.name.clone(),
+            configuration: device.configuration().entries.into_iter().collect(),
+            nvidia_smi: Vec::new(),
+        };
+        facts.look(&description.uuid);
+        facts
+    }
+
+    /// Asks nvidia-smi about a GPU, where there is one.
+    pub(super) fn look(&mut self, uuid: &DeviceUuid) {
+        if self.kind == "cuda" {
+            self.nvidia_smi.extend(nvidia_smi(uuid));
+        }
+    }
+}
+
+/// Fields of nvidia-smi.
+const SMI_FIELDS: [&str; 9] = [
+    "driver_version",
+    "pstate",
+    "clocks.sm",
+    "clocks.mem",
+    "clocks.max.sm",
+    "clocks.max.mem",
+    "temperature.gpu",
+    "power.draw",
+    "compute_mode",
+];
+
+fn nvidia_smi(uuid: &DeviceUuid) -> Option<BTreeMap<String, String>> {
+    let digits = format!("{:032x}", u128::from_be_bytes(uuid.0));
+    let groups = [0..8, 8..12, 12..16, 16..20, 20..32].map(|group| &digits[group]);
+    let asked = Command::new("nvidia-smi")
+        .arg(format!("--query-gpu={}", SMI_FIELDS.join(",")))
+        .args(["--format=csv,noheader", "--id"])
+        .arg(format!("GPU-{}", groups.join("-")))
+        .stdin(Stdio::null())
+        .output();
+    let answer = asked.ok().filter(|answer| answer.status.success())?;
+    let line = String::from_utf8_lossy(&answer.stdout);
+    let values = line.trim().split(',').map(|value| value.trim().to_owned());
+    Some(SMI_FIELDS.map(str::to_owned).into_iter().zip(values).collect())
+}
+
 /// Tasks that wanted to run in the last minute.
 pub(super) fn load_average() -> Option<f64> {
     text("/proc/loadavg")?.split(' ').next()?.parse().ok()
@@ -73,13 +141,19 @@ pub(super) struct CpuPair {
 }
 
 impl CpuPair {
-    /// The first two that this process may use.
+    /// The first two that this process may use, of different cores where it can be.
     ///
     /// # Errors
     /// When there are fewer.
     pub(super) fn choose() -> anyhow::Result<Self> {
         match *cpus_allowed()? {
-            [worker, executor, ..] => Ok(Self { worker, executor }),
+            [worker, second, ref others @ ..] => {
+                let core = core_of(worker);
+                let elsewhere = |cpu: &usize| core.is_none() || core_of(*cpu) != core;
+                let mut candidates = iter::once(&second).chain(others);
+                let executor = candidates.find(|cpu| elsewhere(cpu)).copied().unwrap_or(second);
+                Ok(Self { worker, executor })
+            }
             _ => Err(Failure::usage(
                 "This process may use one CPU only; the benchmark needs two: one for the worker, one for the executor",
                 "Widen the affinity (taskset) or the CPU quota, or use a machine with two CPUs.",
@@ -87,6 +161,11 @@ impl CpuPair {
             .into()),
         }
     }
+}
+
+/// The CPUs of the same core, as the kernel lists them.
+fn core_of(cpu: usize) -> Option<String> {
+    text(&format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
 }
 
 /// Keeps the calling thread on one CPU.

@@ -1,52 +1,26 @@
 //! The memory of the one worker: caches and packed buffers, shared with the daemon and copied in process alike.
 
 use std::cell::RefCell;
-use std::os::fd::AsFd;
-use std::sync::Arc;
+use std::collections::VecDeque;
 
 use anyhow::{Context, ensure};
-use statecopy_client::Memory;
 use statecopy_kernels::device::Moved;
-use statecopy_kernels::host::{HostDevice, HostRegion};
 use statecopy_kernels::layout::{CacheLayout, Placement};
 use statecopy_kernels::reference;
 
-use super::plan::{BATCH_LAYERS, Case, Operation, Work, cache_rows};
+use super::plan::{CachePlan, Case, Kind, Operation};
+use super::target::{Shared, Target};
 use crate::failure::{EXIT_MISMATCHES, Failure};
-use crate::workload::preset::Preset;
 use crate::workload::random::{GOLDEN, Random, mix};
 
-/// Rows of each layer of the batch.
-const BATCH_ROWS: u64 = 8;
-/// Packed buffers of one size.
-const BUFFERS: u64 = 2;
 /// What packed memory and rows are filled with where the copy must write something else.
 const STALE: u8 = 0xa5;
 
-/// Shared memory as the client offers it and as the kernel in process sees it.
-#[derive(Debug)]
-pub(super) struct Shared {
-    /// To be registered with the daemon.
-    pub(super) memory: Memory,
-    /// The same pages, for the kernel in process, and to be filled and looked at.
-    pub(super) region: Arc<HostRegion>,
-}
-
-impl Shared {
-    fn allocate(device: &HostDevice, name: &str, bytes: u64) -> anyhow::Result<Self> {
-        let memory = Memory::allocate(name, bytes)?;
-        let descriptor = memory.as_fd().try_clone_to_owned().context("Another descriptor")?;
-        let region = device.adopt(descriptor, bytes);
-        let region = Arc::new(region.map_err(statecopy_client::Error::from)?);
-        Ok(Self { memory, region })
-    }
-}
-
 /// Layers of one layout in one region, and what their rows hold.
 #[derive(Debug)]
-pub(super) struct Cache {
+pub(super) struct Cache<T: Target> {
     /// Where they lie.
-    pub(super) shared: Shared,
+    pub(super) shared: Shared<T>,
     /// The layout of each.
     pub(super) layout: CacheLayout,
     /// Every layer.
@@ -56,20 +30,15 @@ pub(super) struct Cache {
     states: Vec<u8>,
 }
 
-impl Cache {
-    fn allocate(
-        device: &HostDevice,
-        preset: Preset,
-        layers: usize,
-        rows: u64,
-        seed: u64,
-    ) -> anyhow::Result<Self> {
+impl<T: Target> Cache<T> {
+    fn allocate(target: &T, plan: CachePlan, seed: u64) -> anyhow::Result<Self> {
+        let CachePlan { preset, layers, rows, .. } = plan;
         let layout = preset.layout(rows)?;
         // Layers side by side in a page, as many as fit; then the next pages.
         let per_page = preset.shape().layers_per_page;
         let pages_bytes = preset.page_bytes() * rows;
         let bytes = pages_bytes * layers.div_ceil(per_page) as u64;
-        let shared = Shared::allocate(device, "cache", bytes)?;
+        let shared = target.allocate("cache", bytes)?;
         let places = (0..layers).map(|layer| {
             let pages = (layer / per_page) as u64 * pages_bytes;
             layout.place(pages + preset.offset_bytes((layer % per_page) as u64), bytes)
@@ -115,60 +84,65 @@ impl Cache {
 
     fn restore(&self, (at, state): (u64, usize)) -> anyhow::Result<()> {
         let row = &self.states[state..state + self.row_bytes()];
-        Ok(self.shared.region.mapping().write(at, row)?)
+        T::write(&self.shared.region, at, row)
     }
 }
 
 /// Everything that copies of the benchmark read and write.
 #[derive(Debug)]
-pub(super) struct BenchMemory {
-    caches: Vec<(Preset, Cache)>,
-    batch: Cache,
+pub(super) struct BenchMemory<T: Target> {
+    caches: Vec<(&'static str, Cache<T>)>,
     /// One region for all packed buffers.
-    pub(super) packed: Shared,
+    pub(super) packed: Shared<T>,
     /// What a scatter writes.
     finals: Vec<u8>,
 }
 
-impl BenchMemory {
-    /// Allocates and fills what the cases need.
+impl<T: Target> BenchMemory<T> {
+    /// Allocates and fills what the cases need. `rows` takes the place of the rows that each cache should have.
     ///
     /// # Errors
-    /// When the operating system gives no memory.
-    pub(super) fn allocate(device: &HostDevice, cases: &[Case], seed: u64) -> anyhow::Result<Self> {
-        let mut caches = Vec::new();
-        for preset in [Preset::Tiny, Preset::KimiLinear, Preset::KimiK3Tp8] {
-            if cases.iter().any(|case| case.preset() == preset) {
-                let rows = cache_rows(preset);
-                caches.push((preset, Cache::allocate(device, preset, 1, rows, mix(seed))?));
+    /// When there is no memory, or a case selects more rows than there are.
+    pub(super) fn allocate(
+        target: &T,
+        cases: &[Case],
+        rows: Option<u64>,
+        seed: u64,
+    ) -> anyhow::Result<Self> {
+        let mut caches: Vec<(&str, Cache<T>)> = Vec::new();
+        for case in cases {
+            let usual = case.cache();
+            let plan = CachePlan { rows: rows.unwrap_or(usual.rows), ..usual };
+            if case.selected() > plan.rows {
+                let sentence = format!("{} selects more rows than {}", case.name(), plan.rows);
+                return Err(Failure::usage(sentence, "Give caches more rows.").into());
+            }
+            if caches.iter().all(|(label, _)| *label != plan.label) {
+                caches.push((plan.label, Cache::allocate(target, plan, mix(seed))?));
             }
         }
-        let batch = Cache::allocate(device, Preset::Tiny, BATCH_LAYERS, BATCH_ROWS, seed)?;
         let largest = cases.iter().map(|case| case.packed_bytes()).max().unwrap_or(0).max(4096);
-        let packed = Shared::allocate(device, "packed", largest * BUFFERS)?;
-        Ok(Self { caches, batch, packed, finals: pattern(!seed, largest)? })
+        let pools = cases.iter().map(|case| case.packed_bytes() * case.buffers());
+        let packed = target.allocate("packed", pools.max().unwrap_or(0).max(largest))?;
+        Ok(Self { caches, packed, finals: pattern(!seed, largest)? })
     }
 
-    /// Every cache, and last the batch's, each with a name for its layers.
-    pub(super) fn caches(&self) -> impl Iterator<Item = (&'static str, &Cache)> {
-        let named = self.caches.iter();
-        let named = named.map(|(preset, cache)| (super::plan::layout_label(*preset), cache));
-        named.chain([("batch", &self.batch)])
+    /// Every cache, each with a name for its layers.
+    pub(super) fn caches(&self) -> impl Iterator<Item = (&'static str, &Cache<T>)> {
+        self.caches.iter().map(|(label, cache)| (*label, cache))
     }
 
     /// The cache of a case, and its place in the order of [`BenchMemory::caches`].
-    pub(super) fn cache(&self, case: Case) -> anyhow::Result<(usize, &Cache)> {
-        if case.work == Work::Batch {
-            return Ok((self.caches.len(), &self.batch));
-        }
-        let at = self.caches.iter().position(|(preset, _)| *preset == case.preset());
+    pub(super) fn cache(&self, case: Case) -> anyhow::Result<(usize, &Cache<T>)> {
+        let label = case.cache().label;
+        let at = self.caches.iter().position(|(found, _)| *found == label);
         let at = at.context("A case without a cache")?;
         Ok((at, &self.caches[at].1))
     }
 
     /// The packed buffers of a case.
     pub(super) fn pool(&self, case: Case) -> Pool {
-        Pool::new(case.packed_bytes())
+        Pool::new(case.packed_bytes(), case.buffers(), case.kind)
     }
 
     /// Puts every row of a case's cache back.
@@ -222,19 +196,13 @@ impl BenchMemory {
 
     /// Fills packed buffers with what a scatter writes, or with what a gather must replace.
     pub(super) fn fill_packed(&self, case: Case, pool: &Pool) -> anyhow::Result<()> {
-        let packed = self.packed.region.mapping();
-        let bytes = case.packed_bytes();
-        for offset in pool.offsets() {
-            match case.operation() {
-                Operation::Scatter => {
-                    packed.write(offset, &self.finals[..usize::try_from(bytes)?])?;
-                }
-                Operation::Gather | Operation::Clear => {
-                    packed.fill(offset, bytes, STALE)?;
-                }
-            }
-        }
-        Ok(())
+        let bytes = usize::try_from(case.packed_bytes())?;
+        let stale = match case.operation() {
+            Operation::Scatter => Vec::new(),
+            Operation::Gather | Operation::Clear => vec![STALE; bytes],
+        };
+        let filling = if stale.is_empty() { &self.finals[..bytes] } else { &stale };
+        pool.offsets().try_for_each(|offset| T::write(&self.packed.region, offset, filling))
     }
 
     /// Holds what one copy left, and what it said, against the reference.
@@ -250,11 +218,11 @@ impl BenchMemory {
     ) -> anyhow::Result<()> {
         let (_, cache) = self.cache(case)?;
         let mut found = vec![0; expected.packed.len()];
-        self.packed.region.mapping().read(packed, &mut found)?;
+        T::read(&self.packed.region, packed, &mut found)?;
         let mut right = moved == expected.moved && found == expected.packed;
         let mut row = vec![0; cache.row_bytes()];
         for (at, state) in cache.rows() {
-            cache.shared.region.mapping().read(at, &mut row)?;
+            T::read(&cache.shared.region, at, &mut row)?;
             right &= row == expected.states[state..state + row.len()];
         }
         ensure!(
@@ -285,28 +253,36 @@ pub(super) struct Expected {
 /// Packed buffers of one size, taken and given back: the allocation of a production call.
 #[derive(Debug)]
 pub(super) struct Pool {
-    free: RefCell<Vec<u64>>,
+    free: RefCell<VecDeque<u64>>,
     bytes: u64,
+    buffers: u64,
+    kind: Kind,
 }
 
 impl Pool {
-    fn new(bytes: u64) -> Self {
-        let free = (0..BUFFERS).map(|at| at * bytes.next_multiple_of(16)).collect();
-        Self { free: RefCell::new(free), bytes }
+    fn new(bytes: u64, buffers: u64, kind: Kind) -> Self {
+        let pool = Self { free: RefCell::default(), bytes, buffers, kind };
+        pool.free.borrow_mut().extend(pool.offsets());
+        pool
     }
 
-    /// Takes a buffer.
+    /// Takes a buffer: on the host the one that was given back last, as an allocator would; on a GPU the one that was not used
+    /// for the longest time.
     ///
     /// # Errors
     /// When none is free.
     pub(super) fn take(&self) -> anyhow::Result<Packed<'_>> {
-        let offset = self.free.borrow_mut().pop().context("No packed buffer is free")?;
-        Ok(Packed { pool: self, offset })
+        let mut free = self.free.borrow_mut();
+        let offset = match self.kind {
+            Kind::Host => free.pop_back(),
+            Kind::Cuda => free.pop_front(),
+        };
+        Ok(Packed { pool: self, offset: offset.context("No packed buffer is free")? })
     }
 
-    fn offsets(&self) -> impl Iterator<Item = u64> {
+    fn offsets(&self) -> impl Iterator<Item = u64> + use<> {
         let bytes = self.bytes.next_multiple_of(16);
-        (0..BUFFERS).map(move |at| at * bytes)
+        (0..self.buffers).map(move |at| at * bytes)
     }
 }
 
@@ -331,7 +307,7 @@ impl Packed<'_> {
 
 impl Drop for Packed<'_> {
     fn drop(&mut self) {
-        self.pool.free.borrow_mut().push(self.offset);
+        self.pool.free.borrow_mut().push_back(self.offset);
     }
 }
 
@@ -348,21 +324,24 @@ fn pattern(seed: u64, bytes: u64) -> anyhow::Result<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
+    use std::num::NonZeroUsize;
     use std::sync::Arc;
 
     use statecopy_kernels::guard::ServingGuard;
-    use statecopy_kernels::host::HostOptions;
 
+    use super::super::plan::Turn;
+    use super::super::target::Host;
     use super::*;
 
-    fn memory(case: Case) -> BenchMemory {
-        let options = HostOptions::new(Arc::new(ServingGuard::new(true)));
-        let device = HostDevice::open(options).unwrap();
-        BenchMemory::allocate(&device, &[case], 3).unwrap()
+    const FIRST: Turn = Turn { trial: 0, place: 0, timed: true };
+
+    fn memory(case: Case) -> BenchMemory<Host> {
+        let host = Host::open(NonZeroUsize::MIN, &Arc::new(ServingGuard::new(true))).unwrap();
+        BenchMemory::allocate(&host, &[case], None, 3).unwrap()
     }
 
     fn case(name: &str) -> Case {
-        Case::chosen(&[name.to_owned()])[0]
+        Case::chosen(Kind::Host, &[name.to_owned()])[0]
     }
 
     #[test]
@@ -374,7 +353,7 @@ mod tests {
         memory.fill_packed(case, &pool).unwrap();
         let (_, cache) = memory.cache(case).unwrap();
         let packed = pool.take().unwrap();
-        let indices = case.indices(1, 0, cache.layout.rows());
+        let indices = case.indices(1, FIRST, cache.layout.rows());
         let moved = Moved { copied: 8, masked: 0 };
         let expected = memory.expect(case, &indices, None).unwrap();
         assert_eq!(expected.moved, moved);
@@ -416,12 +395,15 @@ mod tests {
 
     #[test]
     fn a_buffer_given_back_is_taken_again() {
-        let pool = Pool::new(24_576);
+        let pool = Pool::new(24_576, 2, Kind::Host);
         let first = pool.take().unwrap().offset();
         let held = [pool.take().unwrap(), pool.take().unwrap()];
         assert_eq!(held[0].offset(), first);
         assert!(pool.take().is_err());
         drop(held);
         assert_eq!(pool.take().unwrap().bytes(), 24_576);
+        let pool = Pool::new(24_576, 3, Kind::Cuda);
+        let taken: Vec<u64> = (0..4).map(|_| pool.take().unwrap().offset()).collect();
+        assert_eq!(taken, [0, 24_576, 2 * 24_576, 0]);
     }
 }

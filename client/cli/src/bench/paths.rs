@@ -1,32 +1,28 @@
 //! The ways to have the same rows copied: in this process, or by the daemon.
 
-use std::num::NonZeroUsize;
 use std::sync::Arc;
 
 use anyhow::{Context, ensure};
 use statecopy_client::blocking::{Client, InFlight, Plan};
 use statecopy_client::{
-    Address, ConnectOptions, DataType, Flags, Indices, Layer, Moved, PlanKind, Region,
-    Registration, Request, Strides, Transport, Use,
+    Address, ConnectOptions, DataType, Error, Flags, Indices, Layer, Moved, PlanKind, Registration,
+    Request, Slice, Strides, Transport, Use,
 };
-use statecopy_kernels::device::{self, Device as _, Launch, Launcher as _, Region as _, Slice};
+use statecopy_kernels::device::{self, Device, Launch, Region as _};
 use statecopy_kernels::guard::{Door, ServingGuard};
-use statecopy_kernels::host::{
-    HostCaches, HostDevice, HostLauncher, HostOptions, HostRegion, HostVariants,
-};
-use statecopy_kernels::layout::CacheLayout;
+use statecopy_kernels::layout::{CacheLayout, Placement};
 use statecopy_kernels::plan::{KernelClass, choose};
 use statecopy_kernels::signature::{ALIGNMENT_BYTES, Signature};
 use statecopy_proto::Direction;
 
 use super::memory::BenchMemory;
+use super::plan::BATCH;
+use super::target::{LauncherOf, RegionOf, Target};
 use crate::cli::connect_options;
 use crate::failure::Failure;
 
-/// The name of the binding set of the batch.
-const BATCH: &str = "batch";
 /// `max_selected` of every layer: more than any case selects.
-const SELECTED_MAX: u64 = 256;
+pub(super) const SELECTED_MAX: u64 = 256;
 
 /// One copy, as the worker asks for it: the same for every path.
 #[derive(Debug, Clone, Copy)]
@@ -52,44 +48,34 @@ impl Call<'_> {
     }
 }
 
-/// The host kernel, called by the worker itself.
-#[derive(Debug)]
-pub(super) struct InProcess {
-    launcher: HostLauncher,
+/// The daemon's kernel, called by the worker itself.
+pub(super) struct InProcess<T: Target> {
+    launcher: LauncherOf<T>,
     guard: Arc<ServingGuard>,
-    plans: Vec<HostPlan>,
-    packed: Arc<HostRegion>,
+    plans: Vec<OwnPlan<T>>,
+    packed: Arc<RegionOf<T>>,
     /// Flags as bytes, made anew in each call; its memory is kept.
     flags: Vec<u8>,
 }
 
 /// One cache: its layers are bound one by one, as a worker without a daemon has them.
-#[derive(Debug)]
-struct HostPlan {
+struct OwnPlan<T: Target> {
     kind: PlanKind,
     layout: CacheLayout,
-    variants: HostVariants,
-    layers: Vec<HostCaches>,
-    region: Arc<HostRegion>,
+    variants: <T::Device as Device>::Variants,
+    layers: Vec<<T::Device as Device>::Caches>,
+    region: Arc<RegionOf<T>>,
 }
 
-impl InProcess {
-    /// Opens the host with that many copying threads.
-    pub(super) fn open_device(
-        copy_threads: NonZeroUsize,
-    ) -> anyhow::Result<(HostDevice, Arc<ServingGuard>)> {
-        let guard = Arc::new(ServingGuard::new(false));
-        let options = HostOptions { copy_threads, ..HostOptions::new(Arc::clone(&guard)) };
-        Ok((HostDevice::open(options).map_err(statecopy_client::Error::from)?, guard))
-    }
-
-    /// Compiles and binds every cache.
+impl<T: Target> InProcess<T> {
+    /// Compiles and binds every cache. From then on the guard counts.
     pub(super) fn prepare(
-        device: &HostDevice,
+        target: &T,
         guard: Arc<ServingGuard>,
-        memory: &BenchMemory,
+        memory: &BenchMemory<T>,
     ) -> anyhow::Result<Self> {
-        let refused = statecopy_client::Error::from;
+        let refused = Error::from;
+        let device = target.device();
         let mut plans = Vec::new();
         for (_, cache) in memory.caches() {
             let first = cache.layers.first().context("A cache has a layer")?;
@@ -97,10 +83,8 @@ impl InProcess {
             let kind = choose(&description.fused, &cache.layout);
             let signature = Signature::new(description.uuid, cache.layout.clone(), first.offset());
             let region = &cache.shared.region;
-            let bind = |layer: &statecopy_kernels::layout::Placement| {
-                device.bind(&[(Arc::clone(region), layer.clone())])
-            };
-            plans.push(HostPlan {
+            let bind = |layer: &Placement| device.bind(&[(Arc::clone(region), layer.clone())]);
+            plans.push(OwnPlan {
                 kind,
                 layout: cache.layout.clone(),
                 variants: device.compile(&KernelClass::of(kind, &signature)).map_err(refused)?,
@@ -114,19 +98,27 @@ impl InProcess {
         Ok(Self { launcher, guard, plans, packed, flags: Vec::new() })
     }
 
-    /// A production call: the request is held against the plan, flags become bytes, then the kernel runs for each layer.
+    /// A production call: the request is held against the plan, flags become bytes, then the kernel is started for each layer.
     ///
     /// # Errors
-    /// When the request does not fit the plan.
-    pub(super) fn copy(&mut self, call: &Call<'_>) -> anyhow::Result<Moved> {
+    /// When the request does not fit the plan, or the device failed.
+    pub(super) fn start(&mut self, call: &Call<'_>) -> anyhow::Result<Moved> {
         self.check(call)?;
         self.convert_flags(call.flags);
         self.launch(call)
     }
 
     /// The kernel alone. The flags of the last call that converted some are used.
-    pub(super) fn copy_unchecked(&mut self, call: &Call<'_>) -> anyhow::Result<Moved> {
+    pub(super) fn start_unchecked(&mut self, call: &Call<'_>) -> anyhow::Result<Moved> {
         self.launch(call)
+    }
+
+    /// Waits for what was started.
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub(super) fn wait(&mut self) -> anyhow::Result<()> {
+        T::wait(&mut self.launcher)
     }
 
     /// Entries of the compiler since everything was bound.
@@ -179,15 +171,13 @@ impl InProcess {
                     Some(_) => device::Flags::Inline(&self.flags),
                     None => device::Flags::None,
                 },
-                packed: Slice::new(&self.packed, offset, bytes)
+                packed: device::Slice::new(&self.packed, offset, bytes)
                     .context("Packed leaves its region")?,
                 part: 0..selected,
             };
-            let ticket = self.launcher.launch(&launch)?;
-            let done =
-                self.launcher.poll(ticket)?.context("A launch on the host is done at once")?;
-            moved.copied += done.copied;
-            moved.masked += done.masked;
+            let started = T::start(&mut self.launcher, &launch)?;
+            moved.copied += started.copied;
+            moved.masked += started.masked;
             offset += bytes;
         }
         Ok(moved)
@@ -198,7 +188,7 @@ impl InProcess {
 #[derive(Debug)]
 pub(super) struct Daemon {
     client: Client,
-    packed: Region,
+    packed: Slice,
     plans: Vec<Plan>,
 }
 
@@ -207,10 +197,10 @@ impl Daemon {
     ///
     /// # Errors
     /// When the daemon refuses, or does not serve that transport.
-    pub(super) fn register(
+    pub(super) fn register<T: Target>(
         address: &Address,
         transport: Transport,
-        memory: &BenchMemory,
+        memory: &BenchMemory<T>,
     ) -> anyhow::Result<Self> {
         let label = format!("bench {transport:?}").to_lowercase();
         let options = ConnectOptions { transport, ..connect_options(label) };
@@ -225,18 +215,18 @@ impl Daemon {
                 "Use a daemon of this version.",
             )
         );
-        let packed = client.register_region(&memory.packed.memory, Use::Packed)?;
+        let packed = T::register(&client, &memory.packed, Use::Packed)?;
         let mut registration = Registration::new();
         for (name, cache) in memory.caches() {
-            let region = client.register_region(&cache.shared.memory, Use::Cache)?;
+            let place = T::register(&client, &cache.shared, Use::Cache)?;
             for (at, layer) in cache.layers.iter().enumerate() {
                 registration = registration.layer(Layer {
                     name: layer_name(name, at),
                     dtype: DataType::Float32,
                     shape: *cache.layout.shape(),
                     strides: Strides::Elements(*cache.layout.strides()),
-                    region: region.clone(),
-                    offset_bytes: layer.offset(),
+                    region: place.region.clone(),
+                    offset_bytes: place.offset + layer.offset(),
                     max_selected: SELECTED_MAX,
                     check_unique: false,
                 });
@@ -279,7 +269,8 @@ impl Daemon {
     }
 
     fn request<'a>(&self, call: &Call<'a>) -> Request<'a> {
-        let request = Request::new(Indices::Int32(call.indices), self.packed.at(call.packed));
+        let packed = self.packed.region.at(self.packed.offset + call.packed);
+        let request = Request::new(Indices::Int32(call.indices), packed);
         match call.flags {
             Some(flags) => request.flags(Flags::Bools(flags)),
             None => request,

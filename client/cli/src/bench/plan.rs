@@ -1,5 +1,7 @@
 //! What is measured, and in which order. Pure: the same seed gives the same plan.
 
+use std::ops::RangeInclusive;
+
 use statecopy_proto::Direction;
 
 use crate::workload::preset::Preset;
@@ -70,8 +72,8 @@ impl Path {
     pub(super) fn meaning(self) -> &'static str {
         match self {
             Self::Inproc => {
-                "the daemon's host kernel called in the worker, with the same work a call: packed memory from the pool, \
-                 index and flag handling, checks against the plan"
+                "the daemon's kernel called in the worker, with the same work a call: packed memory from the pool, index and \
+                 flag handling, checks against the plan; on a GPU a launch and the synchronising of its stream"
             }
             Self::InprocPreallocated => "inproc into packed memory taken before the interval",
             Self::InprocNocheck => "inproc without checks and with flags converted beforehand",
@@ -126,8 +128,9 @@ impl Mode {
     pub(super) fn meaning(self) -> &'static str {
         match self {
             Self::HostEnqueue => {
-                "until the caller may go on: on the ring until the submit has returned; in process and over gRPC the \
-                 caller is free only when the copy is done, so it is the whole call"
+                "until the caller may go on: on the ring until the submit has returned, in process on a GPU until the launch \
+                 has; on the host in process, and over gRPC, the caller is free only when the copy is done, so it is the \
+                 whole call"
             }
             Self::Wall => "until the bytes are there and the caller knows it",
         }
@@ -167,12 +170,22 @@ impl Operation {
     }
 }
 
+/// What is measured: it decides the cases, and what may lie in a cache of the hardware before an interval.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Memory files, copied by the CPU.
+    Host,
+    /// Memory of a GPU. Every call has other rows and another packed buffer than those before it, so that none of them is in
+    /// the GPU's cache, whichever path comes first.
+    Cuda,
+}
+
 /// What one case asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Work {
     /// One layer.
     Copy { preset: Preset, selected: u64, operation: Operation },
-    /// Every layer of the batch, one row each.
+    /// Every layer of the batch.
     Batch,
     /// Nothing selected: what a request costs without a copy.
     Empty,
@@ -182,6 +195,8 @@ pub(super) enum Work {
     Memcpy,
 }
 
+/// The label of the batch's cache, and the name of its binding set.
+pub(super) const BATCH: &str = "batch";
 /// Layers of the batch: those of Kimi K3.
 pub(super) const BATCH_LAYERS: usize = 69;
 /// What is so large that a call of the same path right before would warm nothing: past the processor's private caches.
@@ -189,11 +204,42 @@ const WARMED_BYTES_MAX: u64 = 4 << 20;
 /// Rows of the memcpy case: 64.5 MiB of Kimi K3's states.
 const MEMCPY_ROWS: u64 = 86;
 
+/// What packed buffers and rows that calls walk through hold together at least: several times the cache of a GPU.
+const ROTATED_BYTES: u64 = 192 << 20;
+/// Packed buffers of one size.
+const BUFFERS: RangeInclusive<u64> = 2..=64;
+
 /// One line of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Case {
+    /// What is measured.
+    pub(super) kind: Kind,
     /// What it asks for.
     pub(super) work: Work,
+}
+
+/// Layers of one layout, in memory of their own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct CachePlan {
+    /// A name for its layers.
+    pub(super) label: &'static str,
+    /// The layout.
+    pub(super) preset: Preset,
+    /// Layers.
+    pub(super) layers: usize,
+    /// Rows of each.
+    pub(super) rows: u64,
+}
+
+/// Which call of a case.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Turn {
+    /// The trial.
+    pub(super) trial: u64,
+    /// The place in the trial's order.
+    pub(super) place: u64,
+    /// Whether it is timed; otherwise it comes right before the one that is.
+    pub(super) timed: bool,
 }
 
 /// One interval of a trial.
@@ -201,30 +247,38 @@ pub(super) type Measurement = (Mode, Path);
 
 impl Case {
     /// Every case, in the order in which they run.
-    pub(super) fn all() -> Vec<Self> {
+    pub(super) fn all(kind: Kind) -> Vec<Self> {
         const SMALL: [u64; 4] = [1, 8, 32, 128];
-        let layouts: [(Preset, &[u64]); 3] = [
-            (Preset::Tiny, &SMALL),
-            (Preset::KimiLinear, &SMALL),
-            (Preset::KimiK3Tp8, &[1, 8, 64]),
-        ];
-        let mut cases = vec![Work::Empty, Work::EmptyAfterSleep, Work::Batch];
-        for (preset, counts) in layouts {
-            for selected in counts {
+        let layouts: &[(Preset, &[u64])] = match kind {
+            Kind::Host => &[
+                (Preset::Tiny, &SMALL),
+                (Preset::KimiLinear, &SMALL),
+                (Preset::KimiK3Tp8, &[1, 8, 64]),
+            ],
+            Kind::Cuda => &[(Preset::Tiny, &SMALL), (Preset::KimiK3Tp8, &[1, 8, 64, 256])],
+        };
+        let mut cases = match kind {
+            Kind::Host => vec![Work::Empty, Work::EmptyAfterSleep, Work::Batch],
+            Kind::Cuda => vec![Work::Empty, Work::Batch],
+        };
+        for (preset, counts) in layouts.iter().copied() {
+            for selected in counts.iter().copied() {
                 cases.extend(Operation::ALL.map(|operation| Work::Copy {
                     preset,
-                    selected: *selected,
+                    selected,
                     operation,
                 }));
             }
         }
-        cases.push(Work::Memcpy);
-        cases.into_iter().map(|work| Self { work }).collect()
+        if kind == Kind::Host {
+            cases.push(Work::Memcpy);
+        }
+        cases.into_iter().map(|work| Self { kind, work }).collect()
     }
 
     /// Those whose name holds one of the parts; all of them without parts.
-    pub(super) fn chosen(parts: &[String]) -> Vec<Self> {
-        let mut cases = Self::all();
+    pub(super) fn chosen(kind: Kind, parts: &[String]) -> Vec<Self> {
+        let mut cases = Self::all(kind);
         cases
             .retain(|case| parts.is_empty() || parts.iter().any(|part| case.name().contains(part)));
         cases
@@ -247,9 +301,29 @@ impl Case {
     pub(super) fn preset(self) -> Preset {
         match self.work {
             Work::Copy { preset, .. } => preset,
+            Work::Batch if self.kind == Kind::Cuda => Preset::KimiK3Tp8,
             Work::Batch | Work::Empty | Work::EmptyAfterSleep => Preset::Tiny,
             Work::Memcpy => Preset::KimiK3Tp8,
         }
+    }
+
+    /// The cache it copies from or to.
+    pub(super) fn cache(self) -> CachePlan {
+        let preset = self.preset();
+        let (label, layers, rows) = match self.work {
+            Work::Batch => (BATCH, BATCH_LAYERS, batch_rows(self.kind)),
+            _ => (layout_label(preset), 1, cache_rows(self.kind, preset)),
+        };
+        CachePlan { label, preset, layers, rows }
+    }
+
+    /// Packed buffers that calls take in turn.
+    pub(super) fn buffers(self) -> u64 {
+        let wanted = match self.kind {
+            Kind::Host => *BUFFERS.start(),
+            Kind::Cuda => ROTATED_BYTES / self.packed_bytes().max(1),
+        };
+        wanted.clamp(*BUFFERS.start(), *BUFFERS.end())
     }
 
     /// What a copy of it does.
@@ -264,7 +338,10 @@ impl Case {
     pub(super) fn selected(self) -> u64 {
         match self.work {
             Work::Copy { selected, .. } => selected,
-            Work::Batch => 1,
+            Work::Batch => match self.kind {
+                Kind::Host => 1,
+                Kind::Cuda => 8,
+            },
             Work::Empty | Work::EmptyAfterSleep => 0,
             Work::Memcpy => MEMCPY_ROWS,
         }
@@ -281,9 +358,9 @@ impl Case {
     }
 
     /// Whether each interval is preceded by one call of the same path, so that no path pays for what another one left in
-    /// the processors' caches.
+    /// the processors' caches, or for the device's turn from one process to another.
     pub(super) fn is_warmed(self) -> bool {
-        self.packed_bytes() <= WARMED_BYTES_MAX
+        self.kind == Kind::Cuda || self.packed_bytes() <= WARMED_BYTES_MAX
     }
 
     /// Every interval of one trial, in the order of the record.
@@ -321,12 +398,27 @@ impl Case {
         order
     }
 
-    /// The rows that every path of one trial selects: no row twice.
-    pub(super) fn indices(self, seed: u64, trial: u64, rows: u64) -> Vec<i32> {
-        let mut all: Vec<i32> = (0..i32::try_from(rows).unwrap_or(i32::MAX)).collect();
-        self.random(seed, trial, 2).shuffle(&mut all);
-        all.truncate(usize::try_from(self.selected()).unwrap_or(usize::MAX));
-        all
+    /// The rows that one call selects: no row twice. On the host they are the same for every path of a trial; on a GPU each
+    /// call takes the next ones of a walk through all rows.
+    pub(super) fn indices(self, seed: u64, turn: Turn, rows: u64) -> Vec<i32> {
+        let count = usize::try_from(self.selected()).unwrap_or(usize::MAX);
+        let number = |row: u64| i32::try_from(row).unwrap_or(i32::MAX);
+        match self.kind {
+            Kind::Host => {
+                let mut all: Vec<i32> = (0..rows).map(number).collect();
+                self.random(seed, turn.trial, 2).shuffle(&mut all);
+                all.truncate(count);
+                all
+            }
+            Kind::Cuda => {
+                let places = self.measurements().len() as u64;
+                let call = (turn.trial * places + turn.place) * 2 + u64::from(turn.timed);
+                let (start, stride) = (mix(seed) % rows, stride(rows));
+                let first = call % rows * (self.selected() % rows);
+                let walk = (first..).map(|step| number((start + step % rows * stride) % rows));
+                walk.take(count).collect()
+            }
+        }
     }
 
     /// Depends on the case's name and not on which other cases run.
@@ -337,6 +429,7 @@ impl Case {
 
     fn compares_with_pingpong(self) -> bool {
         match self.work {
+            _ if self.kind == Kind::Cuda => false,
             Work::Empty => true,
             Work::Copy { preset, selected, .. } => preset == Preset::Tiny && selected == 1,
             Work::Batch | Work::EmptyAfterSleep | Work::Memcpy => false,
@@ -353,123 +446,32 @@ pub(super) fn layout_label(preset: Preset) -> &'static str {
     }
 }
 
-/// Rows of a layout's cache: half as many again as any request selects.
-pub(super) fn cache_rows(preset: Preset) -> u64 {
-    match preset {
-        Preset::KimiK3Tp8 => 96,
-        Preset::KimiLinear | Preset::Tiny => 192,
+/// Rows of a layout's cache: on the host half as many again as any request selects; on a GPU so many that a walk through all
+/// of them leaves nothing of its beginning in the cache.
+fn cache_rows(kind: Kind, preset: Preset) -> u64 {
+    match (kind, preset) {
+        (Kind::Host, Preset::KimiK3Tp8) => 96,
+        (Kind::Host, Preset::KimiLinear | Preset::Tiny) => 192,
+        (Kind::Cuda, Preset::KimiK3Tp8 | Preset::KimiLinear) => 512,
+        (Kind::Cuda, Preset::Tiny) => 4096,
     }
+}
+
+/// Rows of each layer of the batch.
+fn batch_rows(kind: Kind) -> u64 {
+    match kind {
+        Kind::Host => 8,
+        Kind::Cuda => 24,
+    }
+}
+
+/// A step through so many rows that meets each of them once: neighbours of the walk are no neighbours in memory.
+fn stride(rows: u64) -> u64 {
+    fn common(a: u64, b: u64) -> u64 {
+        if b == 0 { a } else { common(b, a % b) }
+    }
+    (rows * 5 / 8..rows).find(|step| common(rows, *step) == 1).unwrap_or(1)
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::BTreeSet;
-
-    use super::*;
-
-    #[test]
-    fn the_cases_are_those_of_the_method_and_their_names_differ() {
-        let names: BTreeSet<String> = Case::all().into_iter().map(Case::name).collect();
-        assert_eq!(names.len(), Case::all().len());
-        assert_eq!(names.len(), 4 + 3 * (3 + 4 + 4));
-        for name in
-            ["empty", "empty_after_sleep", "batch69", "kimi-k3-tp8/s64/clear", "24576/s32/scatter"]
-        {
-            assert!(names.contains(name), "{name} is missing in {names:?}");
-        }
-    }
-
-    #[test]
-    fn rows_have_the_sizes_that_their_names_say_and_caches_hold_what_is_selected() {
-        assert_eq!(Preset::Tiny.state_bytes(), 24_576);
-        assert_eq!(Preset::KimiLinear.state_bytes(), 262_144);
-        assert_eq!(Preset::KimiK3Tp8.state_bytes(), 786_432);
-        for case in Case::all() {
-            assert!(case.selected() <= cache_rows(case.preset()), "{}", case.name());
-        }
-        let memcpy = Case { work: Work::Memcpy };
-        assert!(memcpy.packed_bytes() >= 64 << 20);
-    }
-
-    #[test]
-    fn every_copy_is_measured_on_every_path_in_both_modes() {
-        for case in Case::all() {
-            let measured: BTreeSet<Measurement> = case.measurements().into_iter().collect();
-            assert_eq!(measured.len(), case.measurements().len(), "{}", case.name());
-            if let Work::Copy { .. } | Work::Batch | Work::Empty = case.work {
-                for (mode, path) in
-                    Mode::ALL.into_iter().flat_map(|mode| Path::COPIES.map(|path| (mode, path)))
-                {
-                    assert!(measured.contains(&(mode, path)), "{} {path:?}", case.name());
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn every_path_that_copies_is_checked_before_it_is_timed() {
-        for case in Case::all() {
-            let checked = case.checked();
-            for (mode, path) in case.measurements() {
-                let found =
-                    checked.contains(&(mode, path)) || checked.contains(&(Mode::Wall, path));
-                assert_eq!(found, !path.is_reference(), "{} {mode:?} {path:?}", case.name());
-            }
-        }
-    }
-
-    #[test]
-    fn each_trial_has_an_order_of_its_own_which_the_seed_alone_decides() {
-        let case = Case { work: Work::Empty };
-        let sorted = |mut order: Vec<Measurement>| {
-            order.sort_unstable();
-            order
-        };
-        let mut orders = Vec::new();
-        for trial in 0..50 {
-            let order = case.order(7, trial);
-            assert_eq!(order, case.order(7, trial));
-            assert_eq!(sorted(order.clone()), sorted(case.measurements()));
-            orders.push(order);
-        }
-        orders.dedup();
-        assert_eq!(orders.len(), 50);
-        assert_ne!(case.order(7, 0), case.order(8, 0));
-    }
-
-    #[test]
-    fn every_path_takes_every_place_in_the_order_about_equally_often() {
-        let case = Case { work: Work::Empty };
-        let count = case.measurements().len();
-        let mut first = 0;
-        for trial in 0..1300 {
-            first += usize::from(case.order(1, trial)[0] == (Mode::Wall, Path::Ring));
-        }
-        let expected = 1300 / count;
-        assert!(first.abs_diff(expected) < expected / 2, "{first} of 1300, {expected} expected");
-    }
-
-    #[test]
-    fn a_trial_selects_each_row_once() {
-        let case = Case::chosen(&["262144/s128/gather".to_owned()])[0];
-        let indices = case.indices(3, 5, 192);
-        let distinct: BTreeSet<i32> = indices.iter().copied().collect();
-        assert_eq!((indices.len(), distinct.len()), (128, 128));
-        assert!(indices.iter().all(|index| (0..192).contains(index)));
-        assert_ne!(indices, case.indices(3, 6, 192));
-    }
-
-    #[test]
-    fn a_case_is_chosen_by_any_part_of_its_name() {
-        let names = |parts: &[&str]| -> Vec<String> {
-            let parts: Vec<String> = parts.iter().map(|part| (*part).to_owned()).collect();
-            Case::chosen(&parts).into_iter().map(Case::name).collect()
-        };
-        assert_eq!(
-            names(&["24576/s8/"]),
-            ["24576/s8/gather", "24576/s8/clear", "24576/s8/scatter"]
-        );
-        assert_eq!(names(&["empty"]), ["empty", "empty_after_sleep"]);
-        assert_eq!(names(&["nothing like it"]), [""; 0]);
-    }
-}
+mod tests;

@@ -9,8 +9,8 @@ use anyhow::Context;
 use serde::{Deserialize, Serialize};
 
 use super::footprint::Footprint;
-use super::machine::{CpuPair, Machine};
-use super::plan::{Case, Mode, Path};
+use super::machine::{CpuPair, DeviceFacts, Machine};
+use super::plan::{Case, Kind, Mode, Path};
 use super::statistics::{median, to_nanoseconds};
 use super::trial::Samples;
 use crate::failure::Failure;
@@ -40,6 +40,9 @@ pub(super) struct Record {
     pub(super) source: Source,
     /// Where.
     pub(super) machine: Machine,
+    /// What copies; `None` in files from before there was a choice: the host.
+    #[serde(default)]
+    pub(super) device: Option<DeviceFacts>,
     /// On which CPUs; `None`: wherever the kernel put them.
     pub(super) pinning: Option<CpuPair>,
     /// How.
@@ -107,7 +110,8 @@ pub(super) struct CaseRecord {
     pub(super) selected: u64,
     /// Layers.
     pub(super) layers: usize,
-    /// Whether each interval came right after a call of the same path with the same inputs.
+    /// Whether each interval came right after a call of the same path: on the host with the same inputs, on a GPU with other
+    /// rows.
     pub(super) warmed: bool,
 }
 
@@ -145,6 +149,14 @@ impl Record {
         let modes = Mode::ALL.map(|mode| (mode.label().to_owned(), mode.meaning().to_owned()));
         let paths = Path::ALL.map(|path| (path.label().to_owned(), path.meaning().to_owned()));
         [modes.into_iter().collect(), paths.into_iter().collect()]
+    }
+
+    /// What was measured.
+    pub(super) fn kind(&self) -> Kind {
+        match &self.device {
+            Some(device) if device.kind == "cuda" => Kind::Cuda,
+            _ => Kind::Host,
+        }
     }
 
     /// The samples of a path.

@@ -65,6 +65,12 @@ fn conditions(record: &Record) -> String {
         load(machine.load_average_before),
         load(machine.load_average_after),
     );
+    if let Some(device) = record.device.as_ref().filter(|device| device.kind != "host") {
+        let told: Vec<String> =
+            device.configuration.iter().map(|(name, value)| format!("{name} {value}")).collect();
+        // Writing to a string does not fail.
+        let _written = writeln!(text, "{}: {}", device.name, told.join(", "));
+    }
     if record.source.profile != "release" {
         text.push_str("Not a release build: these numbers say nothing about the program.\n");
     }

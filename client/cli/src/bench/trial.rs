@@ -12,8 +12,9 @@ use super::machine::Thread;
 use super::memory::{BenchMemory, Packed, Pool};
 use super::paths::{Call, Daemon, InProcess};
 use super::peer::{Game, Peer};
-use super::plan::{Case, Measurement, Mode, Operation, Path, Work};
+use super::plan::{Case, Measurement, Mode, Operation, Path, Turn, Work};
 use super::statistics::to_nanoseconds;
+use super::target::Target;
 
 /// Trials before those that count.
 const WARM_UP_TRIALS: u64 = 3;
@@ -24,16 +25,15 @@ const WARM_UP_TURNS: u32 = 16;
 pub(super) type Samples = BTreeMap<Measurement, Vec<f64>>;
 
 /// Everything that the cases run on.
-#[derive(Debug)]
-pub(super) struct Bench {
+pub(super) struct Bench<T: Target> {
     /// Of orders and rows.
     pub(super) seed: u64,
     /// How often every path is measured.
     pub(super) trials: u64,
     /// Caches and packed buffers.
-    pub(super) memory: BenchMemory,
+    pub(super) memory: BenchMemory<T>,
     /// The kernel here.
-    pub(super) in_process: InProcess,
+    pub(super) in_process: InProcess<T>,
     /// A session that uses the ring.
     pub(super) ring: Daemon,
     /// A session that uses gRPC.
@@ -44,7 +44,7 @@ pub(super) struct Bench {
     pub(super) executor: Thread,
 }
 
-/// The inputs of one trial: the same for every path.
+/// The inputs of one call.
 #[derive(Debug)]
 struct Inputs {
     cache: usize,
@@ -77,7 +77,7 @@ impl Inputs {
 /// Two private buffers for a memcpy, when a case asks for one.
 type Buffers = (Vec<u8>, Vec<u8>);
 
-impl Bench {
+impl<T: Target> Bench<T> {
     /// Checks, warms up, and measures one case. `each` is told of every trial.
     ///
     /// # Errors
@@ -88,8 +88,9 @@ impl Bench {
         let mut buffers = buffers(case)?;
         let mut samples = Samples::new();
         for trial in 0..WARM_UP_TRIALS + self.trials {
-            let inputs = self.inputs(case, trial)?;
-            for (mode, path) in case.order(self.seed, trial) {
+            for (place, (mode, path)) in (0..).zip(case.order(self.seed, trial)) {
+                let turn = |timed| Turn { trial, place, timed };
+                let inputs = [self.inputs(case, turn(false))?, self.inputs(case, turn(true))?];
                 let took = self
                     .measure(case, (mode, path), &inputs, &pool, &mut buffers)
                     .with_context(|| format!("{}, {}", case.name(), path.label()))?;
@@ -105,16 +106,16 @@ impl Bench {
         Ok(samples)
     }
 
-    fn inputs(&self, case: Case, trial: u64) -> anyhow::Result<Inputs> {
+    fn inputs(&self, case: Case, turn: Turn) -> anyhow::Result<Inputs> {
         let (at, cache) = self.memory.cache(case)?;
-        let indices = case.indices(self.seed, trial, cache.layout.rows());
+        let indices = case.indices(self.seed, turn, cache.layout.rows());
         let flags = (case.operation() == Operation::Clear).then(|| vec![false; indices.len()]);
         Ok(Inputs { cache: at, indices, flags })
     }
 
     /// Every path once, from the same state, against the reference.
     fn check(&mut self, case: Case, pool: &Pool) -> anyhow::Result<()> {
-        let inputs = self.inputs(case, 0)?;
+        let inputs = self.inputs(case, Turn { trial: 0, place: 0, timed: true })?;
         let flags = inputs.flags.as_deref();
         let expected = self.memory.expect(case, &inputs.indices, flags)?;
         self.memory.restore(case)?;
@@ -124,7 +125,7 @@ impl Bench {
             self.in_process.convert_flags(flags);
             let done = self.start(mode, path, &inputs.call(case, &packed));
             let moved = done
-                .and_then(Started::finish)
+                .and_then(|started| self.finish(started))
                 .with_context(|| format!("{}, {}", case.name(), path.label()))?;
             self.memory.check(case, &expected, (packed.offset(), moved), path.label())?;
         }
@@ -135,7 +136,7 @@ impl Bench {
         &mut self,
         case: Case,
         (mode, path): Measurement,
-        inputs: &Inputs,
+        [before, timed]: &[Inputs; 2],
         pool: &Pool,
         buffers: &mut Buffers,
     ) -> anyhow::Result<Duration> {
@@ -149,8 +150,8 @@ impl Bench {
             | Path::Ring
             | Path::Grpc
             | Path::Control => {
-                self.make_ready(case, mode, path, inputs, pool)?;
-                self.timed(case, mode, path, inputs, pool)
+                self.make_ready(case, mode, path, before, pool)?;
+                self.timed(case, mode, path, timed, pool)
             }
         }
     }
@@ -173,7 +174,7 @@ impl Bench {
         };
         let started = self.start(mode, path, &inputs.call(case, &packed))?;
         let took = start.elapsed();
-        let moved = started.finish()?;
+        let moved = self.finish(started)?;
         drop(packed);
         ensure!(moved == inputs.moved(case), "The answer is {moved:?}");
         Ok(took)
@@ -195,12 +196,13 @@ impl Bench {
         if case.is_warmed() {
             let packed = pool.take()?;
             self.in_process.convert_flags(inputs.flags.as_deref());
-            self.start(mode, path, &inputs.call(case, &packed))?.finish()?;
+            let started = self.start(mode, path, &inputs.call(case, &packed))?;
+            self.finish(started)?;
         } else if path.is_daemon() {
             // Too large to warm anything; the executor is awake all the same.
             let direction = case.operation().direction();
             let empty = Call::empty(inputs.cache, direction);
-            self.start(Mode::Wall, path, &empty)?.finish()?;
+            self.start(Mode::Wall, path, &empty)?;
         } else {
             self.in_process.convert_flags(inputs.flags.as_deref());
         }
@@ -210,8 +212,8 @@ impl Bench {
     /// Calls a path, and returns when the caller may go on: in `wall` mode when the copy is done.
     fn start(&mut self, mode: Mode, path: Path, call: &Call<'_>) -> anyhow::Result<Started> {
         let moved = match (path, mode) {
-            (Path::Inproc | Path::InprocPreallocated, _) => self.in_process.copy(call)?,
-            (Path::InprocNocheck, _) => self.in_process.copy_unchecked(call)?,
+            (Path::Inproc | Path::InprocPreallocated, _) => self.in_process.start(call)?,
+            (Path::InprocNocheck, _) => self.in_process.start_unchecked(call)?,
             (Path::Ring | Path::Control, Mode::Wall) => self.ring.copy(call)?,
             (Path::Ring | Path::Control, Mode::HostEnqueue) => {
                 return Ok(Started::InFlight(self.ring.submit(call)?));
@@ -221,7 +223,28 @@ impl Bench {
                 anyhow::bail!("A reference copies no rows")
             }
         };
-        Ok(Started::Done(moved))
+        if path.is_daemon() {
+            return Ok(Started::Done(moved));
+        }
+        match mode {
+            Mode::HostEnqueue => Ok(Started::Launched(moved)),
+            Mode::Wall => {
+                self.in_process.wait()?;
+                Ok(Started::Done(moved))
+            }
+        }
+    }
+
+    /// Waits until the bytes are there.
+    fn finish(&mut self, started: Started) -> anyhow::Result<Moved> {
+        match started {
+            Started::Done(moved) => Ok(moved),
+            Started::Launched(moved) => {
+                self.in_process.wait()?;
+                Ok(moved)
+            }
+            Started::InFlight(copy) => Ok(copy.wait()?),
+        }
     }
 
     fn spin_round(&mut self) -> anyhow::Result<Duration> {
@@ -248,17 +271,12 @@ impl Bench {
 /// A copy that was asked for.
 #[derive(Debug)]
 enum Started {
+    /// It is done.
     Done(Moved),
+    /// A kernel of this process runs.
+    Launched(Moved),
+    /// The daemon has it.
     InFlight(InFlight),
-}
-
-impl Started {
-    fn finish(self) -> anyhow::Result<Moved> {
-        match self {
-            Self::Done(moved) => Ok(moved),
-            Self::InFlight(copy) => Ok(copy.wait()?),
-        }
-    }
 }
 
 fn buffers(case: Case) -> anyhow::Result<Buffers> {

@@ -54,9 +54,19 @@ impl Gathering {
         selected: usize,
         flags: Flags<'_, CudaRegion>,
     ) -> Result<Ticket, DeviceFault> {
+        self.start(indices, selected, flags, CudaLauncher::launch)
+    }
+
+    fn start<T>(
+        &mut self,
+        indices: Indices<'_, CudaRegion>,
+        selected: usize,
+        flags: Flags<'_, CudaRegion>,
+        by: impl FnOnce(&mut CudaLauncher, &Launch<'_, CudaDevice>) -> T,
+    ) -> T {
         let selected = selected as u64;
         let bytes = selected * self.layout.payload_bytes();
-        self.launcher.launch(&Launch {
+        let launch = Launch {
             kind: PlanKind::Fused,
             variants: &self.variants,
             caches: &self.caches,
@@ -66,7 +76,8 @@ impl Gathering {
             flags,
             packed: Slice::new(&self.packed, 0, bytes).unwrap(),
             part: 0..selected,
-        })
+        };
+        by(&mut self.launcher, &launch)
     }
 
     fn launch_one(&mut self) -> Result<Ticket, DeviceFault> {
@@ -157,6 +168,40 @@ fn a_launch_without_room_is_a_broken_invariant() {
     for _ in 0..=TICKETS_MAX {
         let _ticket = gathering.launch_one();
     }
+}
+
+#[test]
+fn a_worker_that_launches_itself_waits_in_the_driver_and_asks_for_no_word() {
+    let bed = Bed::open();
+    let mut gathering = Gathering::of(&bed);
+    let before = bed.report();
+    for turn in 0..3 * i32::try_from(TICKETS_MAX).unwrap() {
+        let indices = [turn % 10, -1, 10, 3];
+        let flags = Flags::Inline(&[1, 1, 1, 0]);
+        let moved =
+            gathering.start(Indices::Int32(&indices), 4, flags, CudaLauncher::enqueue).unwrap();
+        assert_eq!(moved, Moved { copied: 1, masked: 3 });
+    }
+    gathering.launcher.synchronize().unwrap();
+    let after = bed.report();
+    let calls = |function| after.count(function) - before.count(function);
+    assert_eq!(calls(Function::cuLaunchKernel), 3 * TICKETS_MAX as u64);
+    assert_eq!(calls(Function::cuStreamSynchronize), 1);
+    assert_eq!(calls(Function::cuStreamWriteValue64_v2), 0);
+    let bytes = usize::try_from(gathering.layout.payload_bytes()).unwrap();
+    let mut expected = vec![1; 4 * bytes];
+    let layer = [gathering.layout.place(0, 1 << 20).unwrap()];
+    let last = i64::try_from((3 * TICKETS_MAX - 1) % 10).unwrap();
+    let (rows, flags) = ([last, -1, 10, 3], [1, 1, 1, 0]);
+    reference::gather(&gathering.contents, &layer, &rows, Some(&flags), &mut expected);
+    let mut packed = vec![1; 4 * bytes];
+    gathering.packed.read(0, &mut packed).unwrap();
+    assert_bytes(&packed, &expected, || "after the last launch");
+
+    bed.stub.fault_next_kernel(Some(Whose::Any));
+    gathering.start(Indices::Int32(&[1]), 1, Flags::None, CudaLauncher::enqueue).unwrap();
+    let fault = gathering.launcher.synchronize().unwrap_err();
+    assert!(fault.0.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{fault}");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! The figures that a run is held against. Each is taken from one case, one mode and one file.
 
-use super::super::plan::{Case, Mode, Operation, Path, Work};
+use super::super::plan::{Case, Kind, Mode, Operation, Path, Work};
 use super::super::record::Record;
 use crate::workload::preset::Preset;
 
@@ -63,7 +63,7 @@ const IDLE_CPU_PERCENT_MAX: f64 = 0.5;
 /// The figures that the run has samples for.
 pub(super) fn figures(record: &Record) -> Vec<Figure> {
     let mut figures = Vec::new();
-    for case in Case::all() {
+    for case in Case::all(record.kind()) {
         let limits = of_case(case);
         for (above, below, limit) in limits {
             let name = case.name();
@@ -86,6 +86,14 @@ pub(super) fn figures(record: &Record) -> Vec<Figure> {
 /// Quotients of medians of one case.
 fn of_case(case: Case) -> Vec<(Path, Path, Limit)> {
     let over_inproc = |bound| vec![(Path::Ring, Path::Inproc, Limit::AtMost(bound))];
+    if case.kind == Kind::Cuda {
+        return match case.work {
+            Work::Copy { preset: Preset::KimiK3Tp8, selected: 1, .. } => over_inproc(1.25),
+            Work::Copy { preset: Preset::KimiK3Tp8, selected: 8, .. } => over_inproc(1.15),
+            Work::Copy { preset: Preset::KimiK3Tp8, selected: 64, .. } => over_inproc(1.05),
+            _ => Vec::new(),
+        };
+    }
     match case.work {
         Work::Empty => vec![
             (Path::Ring, Path::PingpongSpin, Limit::AtMost(3.0)),
@@ -154,7 +162,7 @@ mod tests {
     #[test]
     fn every_figure_is_taken_from_intervals_that_its_case_measures() {
         let mut count = 0;
-        for case in Case::all() {
+        for case in [Kind::Host, Kind::Cuda].into_iter().flat_map(Case::all) {
             let measured = case.measurements();
             for (above, below, _) in of_case(case) {
                 assert!(measured.contains(&(Mode::Wall, above)), "{} {above:?}", case.name());
@@ -162,6 +170,6 @@ mod tests {
                 count += 1;
             }
         }
-        assert_eq!(count, 2 + 1 + 1 + 1 + 9 + 3);
+        assert_eq!(count, 2 + 1 + 1 + 1 + 9 + 3 + 3 * 3);
     }
 }

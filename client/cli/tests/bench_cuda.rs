@@ -1,0 +1,68 @@
+//! The benchmark on a GPU, over a driver that has none: every path must run and copy right, and the record must say what was
+//! measured. No speed is asserted.
+#![expect(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
+
+use std::fs;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+use statecopy_kernels::cuda::class::CudaClass;
+use statecopy_kernels::cuda::compile::{Arch, source_hash};
+use statecopy_kernels::cuda::store::{ArtifactKey, Store};
+use statecopy_stub_cuda::Stub;
+
+/// A store with code of every class for the stub's device, as far as the stub looks at code.
+fn fill_store(stub: &Stub) -> std::path::PathBuf {
+    let store = Store::create(stub.directory().join("kernels")).unwrap();
+    for class in CudaClass::all() {
+        let (compiler, source) = ("nvrtc-0.0".to_owned(), source_hash());
+        let key = ArtifactKey { arch: Arch::of_capability(9, 0), class, source, compiler };
+        store.save(&key, b"\x7fELF of no compiler").unwrap();
+    }
+    store.directory().to_owned()
+}
+
+fn bench(stub: &Stub, arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_statecopy"));
+    command.arg("bench").args(arguments).env_remove("STATECOPY_ADDR");
+    command.envs(stub.environment()).env("STATECOPY_ARTIFACT_STORE", fill_store(stub));
+    command.env("STATECOPY_CUDA__NVRTC_DIRECTORY", "/nowhere").output().unwrap()
+}
+
+#[test]
+fn a_run_on_a_gpu_measures_every_path_and_names_the_device() {
+    let stub = Stub::create().unwrap();
+    let file = stub.directory().join("run.json");
+    let output = file.to_str().unwrap();
+    let chosen = ["--cases", "empty,24576/s8/,kimi-k3-tp8/s1/scatter"];
+    let small = ["--device", "cuda:0", "--cache-rows", "9", "--trials", "2"];
+    let ran = bench(&stub, &[&["--output", output], &chosen[..], &small].concat());
+    assert!(ran.status.success(), "{ran:?}");
+
+    let record: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    assert_eq!(record["device"]["kind"], "cuda");
+    assert_eq!(record["settings"]["daemon"]["devices"], "cuda:0");
+    assert!(record["device"]["configuration"]["architecture"].as_str().unwrap().starts_with("sm_"));
+    let paths = ["control", "grpc", "inproc", "inproc_nocheck", "inproc_preallocated", "ring"];
+    for case in ["empty", "24576/s8/gather", "24576/s8/clear", "kimi-k3-tp8/s1/scatter"] {
+        for mode in ["host_enqueue", "wall"] {
+            let measured = record["samples_us"][case][mode].as_object().unwrap();
+            assert_eq!(measured.keys().collect::<Vec<_>>(), paths, "{case} {mode}");
+            for (path, samples) in measured {
+                assert_eq!(samples.as_array().unwrap().len(), 2, "{case} {mode} {path}");
+            }
+        }
+    }
+    let table = String::from_utf8(ran.stdout).unwrap();
+    assert!(table.contains("kimi-k3-tp8/s1/scatter: ring / inproc"), "{table}");
+}
+
+#[test]
+fn a_case_that_selects_more_rows_than_there_are_is_wrong_usage() {
+    let stub = Stub::create().unwrap();
+    let file = stub.directory().join("run.json");
+    let few = ["--cases", "24576/s8/gather", "--cache-rows", "7", "--device", "cuda:0"];
+    let refused = bench(&stub, &[&["--output", file.to_str().unwrap()], &few[..]].concat());
+    assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+    assert!(!file.exists());
+}
