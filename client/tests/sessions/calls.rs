@@ -7,6 +7,7 @@ use statecopy_client::{
     PlanKind, PlannedCopy, Progress, ProtocolError, Rebind, RefusalCode, Request, Stage, Use,
     blocking,
 };
+use statecopy_proto::PROTOCOL_NEWEST;
 
 use crate::fake::{Fake, Script};
 use crate::{PAGE, PAYLOAD, Worker, directory, layer, options, pair, registration};
@@ -121,7 +122,7 @@ fn an_older_daemon_is_spoken_to_in_its_version() {
     daemon.seen().version_newest = 1;
     let client = blocking::Client::connect(daemon.address(), options()).unwrap();
     assert_eq!(client.session().unwrap().version.get(), 1);
-    assert_eq!(daemon.seen().count("open"), 2);
+    assert_eq!(daemon.seen().count("open"), usize::try_from(PROTOCOL_NEWEST).unwrap());
 
     let newest_only = ConnectOptions { versions: 2..=2, ..options() };
     let error = blocking::Client::connect(daemon.address(), newest_only).unwrap_err();

@@ -12,7 +12,7 @@ use statecopy_descriptors::{AsyncConnection, Listener, SealedMemory};
 use statecopy_kernels::layout::CacheLayout;
 use statecopy_kernels::signature::{DeviceUuid, Signature};
 use statecopy_proto::descriptor_socket::{DaemonRecord, RECORD_BYTES_MAX, WorkerRecord};
-use statecopy_proto::{DataType, MESSAGE_BYTES_MAX};
+use statecopy_proto::{DataType, MESSAGE_BYTES_MAX, PROTOCOL_NEWEST};
 use tokio::net::UnixListener;
 use tokio::runtime::Runtime;
 use tokio_stream::wrappers::UnixListenerStream;
@@ -58,7 +58,7 @@ impl Seen {
     fn new(incarnation: u8) -> Self {
         Self {
             incarnation: [incarnation; 16],
-            version_newest: 2,
+            version_newest: PROTOCOL_NEWEST,
             signature_error: 0,
             scripts: VecDeque::new(),
             refuse_registration: None,
