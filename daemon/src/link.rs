@@ -193,6 +193,9 @@ pub enum LinkError {
     /// The device of the other process failed, and the process ends.
     #[error("The device failed: {0}")]
     DeviceFailed(String),
+    /// A worker's legacy handle cannot be opened by a process of this number. The next one has another.
+    #[error("The device process has the number of a worker in another namespace")]
+    SameNumber,
     /// The other side spoke out of turn.
     #[error("The other process spoke out of turn: {0}")]
     OutOfTurn(&'static str),

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use statecopy_client::blocking::{Client, Plan};
 use statecopy_client::{
-    Address, ConnectOptions, DataType, Indices, Layer, Moved, Registration, Request, Slice, Strides,
+    Address, ConnectOptions, DataType, Error, Indices, Layer, Moved, Rebind, Registration, Request,
+    Slice, Strides,
 };
 use statecopy_kernels::cuda::class::CudaClass;
 use statecopy_kernels::cuda::compile::{Arch, source_hash};
@@ -193,6 +194,17 @@ impl CudaWorker {
     /// # Panics
     /// When a copy is refused, or a byte is wrong.
     pub fn copy_both_ways(&mut self) {
+        self.try_copy_both_ways().expect("a gather");
+    }
+
+    /// The same where the gather may be refused.
+    ///
+    /// # Errors
+    /// Why it was.
+    ///
+    /// # Panics
+    /// When a byte is wrong.
+    pub fn try_copy_both_ways(&mut self) -> Result<(), Error> {
         let canary = random_bytes(self.random.word(), 64);
         let rows = [Self::ROWS - 1, 0, self.random.below(Self::ROWS - 2) + 1];
         let written = rows.map(|row| {
@@ -206,7 +218,7 @@ impl CudaWorker {
         let row = rows.map(u64::cast_signed);
         let indices = [row[0], -1, row[1], Self::ROWS.cast_signed(), row[2], i64::MIN];
         let request = || Request::new(Indices::Int64(&indices), self.packed_at.clone());
-        let moved = self.plan.gather(request()).expect("a gather");
+        let moved = self.plan.gather(request())?;
         assert_eq!(moved, Moved { copied: 3, masked: 3 });
         let zeros = vec![0; written[0].len()];
         let gathered = [&written[0], &zeros, &written[1], &zeros, &written[2], &zeros];
@@ -227,6 +239,20 @@ impl CudaWorker {
                 assert_eq!(behind[..64], canary, "behind row {row}");
             }
         }
+        Ok(())
+    }
+
+    /// Gives the cache's region back, registers its memory anew, and binds the layer to it.
+    ///
+    /// # Panics
+    /// When anything is refused.
+    pub fn wake(&mut self) {
+        self.client.release_region(self.cache_at.region.clone()).expect("a release");
+        let (from, span) = (self.cache.address() + Self::OFFSET, self.cache.bytes() - Self::OFFSET);
+        self.cache_at = self.client.register_device_memory(from, span).expect("it is shared again");
+        let Slice { region, offset } = self.cache_at.clone();
+        let to = Rebind { layer: "layers.0".to_owned(), region, offset_bytes: offset };
+        self.client.rebind(&[to]).expect("a rebind");
     }
 
     /// Where a row begins in the cache's memory.

@@ -8,7 +8,7 @@ use statecopy_client::{Address, ConnectOptions, Error, RefusalCode};
 use statecopy_kernels::cuda::{Allocator, CudaSelector};
 use statecopy_proto::v1::OpenRequest;
 use statecopy_proto::{PROTOCOL_NEWEST, Refusal};
-use statecopy_stub_cuda::{Object, StubDevice};
+use statecopy_stub_cuda::{Act, CUresult, Fault, Function, Object, StubDevice};
 use statecopy_tests::{
     CudaBed, CudaWorker, DaemonOptions, PIECES, Session, WorkerProcess, send_signal, until,
 };
@@ -201,6 +201,50 @@ fn a_device_process_that_died_is_followed_by_one_that_knows_every_binding() {
         assert_eq!(worker.plan.as_async().signature(), signature);
         bed.wait_for(daemon.device_process(), &held);
     }
+}
+
+#[test]
+fn a_legacy_handle_of_a_worker_with_the_device_process_number_is_opened_by_the_next_one() {
+    const PEER_ACCESS_NOT_POSSIBLE: CUresult = CUresult(201);
+    let bed = CudaBed::default();
+    let daemon = bed.daemon().start();
+    let open = Function::cuIpcOpenMemHandle_v2;
+    bed.stub.arm(open, Fault::next(Act::Answer(PEER_ACCESS_NOT_POSSIBLE)));
+    let memory = bed.allocate(1 << 20, Allocator::Default);
+    let mut worker = CudaWorker::register(&bed, bed.client(&daemon), memory);
+    worker.copy_both_ways();
+    assert_eq!(daemon.inspect().devices[0].restarts, 1);
+
+    // Where it is not the number that is in the way, nobody tries for ever.
+    let always = Fault { lasting: true, ..Fault::next(Act::Answer(PEER_ACCESS_NOT_POSSIBLE)) };
+    bed.stub.arm(open, always);
+    let memory = bed.allocate(1 << 20, Allocator::Default);
+    let refused = worker.client.register_device_memory(memory.address(), memory.bytes());
+    let refused = refusal(refused.unwrap_err());
+    assert_eq!(refused.code(), RefusalCode::HandleInvalid, "{refused}");
+    assert!(refused.sentence().contains("same number"), "{refused}");
+}
+
+#[test]
+fn layers_whose_memory_does_not_come_back_sleep_until_they_are_bound_to_other_memory() {
+    let bed = CudaBed::default();
+    let daemon = bed.daemon().start();
+    let memory = bed.allocate(1 << 20, Allocator::Default);
+    let mut worker = CudaWorker::register(&bed, bed.client(&daemon), memory);
+    // The packed buffer's handle is opened first, then that of the cache.
+    let gone = Fault::next(Act::Answer(CUresult::INVALID_VALUE)).nth(2);
+    bed.stub.arm(Function::cuIpcOpenMemHandle_v2, gone);
+    for restarts in 1..=2 {
+        send_signal(daemon.device_process(), Signal::KILL).unwrap();
+        until("another device process serves", || {
+            let device = &daemon.inspect().devices[0];
+            device.ready && device.restarts == restarts
+        });
+        let refused = refusal(worker.try_copy_both_ways().unwrap_err());
+        assert_eq!(refused.code(), RefusalCode::RegionUnknown, "{refused}");
+    }
+    worker.wake();
+    worker.copy_both_ways();
 }
 
 #[test]

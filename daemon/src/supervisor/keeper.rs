@@ -148,6 +148,9 @@ impl Keeper {
                         if !self.shutdown_sent() {
                             warn!(%error, pid = process.pid, "The device process is lost");
                         }
+                        if matches!(error, LinkError::SameNumber) {
+                            process.kill();
+                        }
                         return self.bury(process).await;
                     }
                 }
@@ -249,6 +252,7 @@ impl Keeper {
         };
         match call.hear(reply)? {
             Outcome::More => {}
+            Outcome::Final if call.wants_another_process() => return Err(LinkError::SameNumber),
             Outcome::Final => {
                 if let Some(call) = self.calls.pop_front() {
                     call.finish(&mut self.records);
@@ -308,6 +312,10 @@ impl Keeper {
         }
         match started? {
             Ok((process, replayed)) => {
+                for (session, region, refusal) in replayed.lost {
+                    error!(%session, %region, %refusal, "A region did not come back");
+                    self.records.drop_region(session, region);
+                }
                 for (session, refusal) in replayed.refused {
                     error!(%session, %refusal, "A session's layers did not come back");
                     self.records.withdraw(session);

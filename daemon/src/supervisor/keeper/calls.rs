@@ -2,7 +2,8 @@
 
 use std::collections::VecDeque;
 
-use statecopy_proto::{Refusal, RefusalCode, SessionId};
+use statecopy_kernels::cuda::SAME_PROCESS_SUBJECT;
+use statecopy_proto::{Refusal, RefusalCode, RegionId, SessionId};
 
 use crate::link::{LinkError, Reply, Request};
 use crate::record::{DeviceInspection, Progress, PublishedBinding};
@@ -163,6 +164,14 @@ impl Call {
         }
     }
 
+    /// Whether it was refused for the number of its device process: another one may do it. Asked once.
+    pub(super) fn wants_another_process(&self) -> bool {
+        let refused = self.heard.refused.as_ref();
+        self.deaths == 0
+            && matches!(self.command, Some(Command::ImportRegion(..)))
+            && refused.is_some_and(|refusal| refusal.subject() == SAME_PROCESS_SUBJECT)
+    }
+
     /// Writes down what the answer changed, and passes it on.
     pub(super) fn finish(self, records: &mut Records) {
         let Self { command, heard, parts, .. } = self;
@@ -274,6 +283,8 @@ impl Call {
 pub(super) struct Replayed {
     /// Sessions whose layers were refused; their regions stay.
     pub(super) refused: Vec<(SessionId, Refusal)>,
+    /// Regions whose memory is gone; layers in them sleep.
+    pub(super) lost: Vec<(SessionId, RegionId, Refusal)>,
     /// Rings that broke while no device process looked at them, and what was found. It serves the others all the same.
     pub(super) broken: Vec<(SessionId, String)>,
 }
@@ -286,6 +297,10 @@ pub(super) async fn replay(
     let mut replayed = Replayed::default();
     for (session, messages) in requests {
         let id = process.next_id();
+        let region = match messages.first() {
+            Some((Request::ImportRegion { region, .. }, _)) => Some(*region),
+            _ => None,
+        };
         let mut call = Call { parts: messages.into(), ..Call::of(None, true) };
         loop {
             if let Some(part) = call.next_part() {
@@ -303,8 +318,10 @@ pub(super) async fn replay(
                 break;
             }
         }
-        if let Some(refusal) = call.heard.refused {
-            replayed.refused.push((session, refusal));
+        match (call.heard.refused, region) {
+            (Some(refusal), Some(region)) => replayed.lost.push((session, region, refusal)),
+            (Some(refusal), None) => replayed.refused.push((session, refusal)),
+            (None, _) => {}
         }
     }
     Ok(replayed)
