@@ -42,9 +42,10 @@ constexpr u64 MEMCPY = 8ull << 30;
 
 struct alignas(16) Arguments {
     u32 shape, first_row;
-    u64 base, packed, indices, page_stride, payload, rows, bases, flags, row_states;
+    u64 base, packed, page_stride, rows;
+    unsigned char inline_bytes[3912];
+    u64 payload, bases, flags, row_states;
     u32 selected, inline_flags_at, direction, index_width;
-    unsigned char inline_bytes[3904];
 };
 static_assert(sizeof(Arguments) == 4000, "as in state_copy.cu");
 
@@ -202,10 +203,14 @@ Arguments arguments(u64 selected, u64 at, From from, bool row_states) {
     a.index_width = 4;
     a.row_states = row_states ? states_at : 0;
     a.shape = (row_states ? 16 : 0) | (from == From::Inline ? 2 : 0);
+    const auto address = [&](u64 indices) {
+        indices += at * 4;
+        std::memcpy(a.inline_bytes, &indices, sizeof indices);
+    };
     switch (from) {
     case From::Inline: std::memcpy(a.inline_bytes, rows.data() + at, selected * 4); break;
-    case From::Device: a.indices = device_indices + at * 4; break;
-    case From::Pinned: a.indices = pinned_indices_at + at * 4; break;
+    case From::Device: address(device_indices); break;
+    case From::Pinned: address(pinned_indices_at); break;
     }
     return a;
 }
@@ -223,7 +228,7 @@ Launch ours(CUfunction function, u32 threads, u64 chunk, From from, bool row_sta
     };
 }
 
-std::vector<std::string> options(u32 threads, u64 chunk, int load, int store, u32 inline_bytes = 3904) {
+std::vector<std::string> options(u32 threads, u64 chunk, int load, int store, u32 inline_bytes = 3912) {
     const auto define = [](const char* name, u64 value) { return "-D" + std::string(name) + "=" + std::to_string(value); };
     return {define("FUSED", 1), define("ITEM_BYTES", 4), define("VECTOR_BYTES", 16), define("EVEN", 1),
             define("THREADS", threads), define("CHUNK_BYTES", chunk), define("LOAD_HINT", u64(load)),
@@ -288,8 +293,8 @@ std::vector<Kernel> our_kernels(const std::string& source, const std::string& ar
             add(label + " inline, row states", ours(gather, shape.threads, shape.chunk, From::Inline, true));
             add(label + " device, row states", ours(gather, shape.threads, shape.chunk, From::Device, true));
             add(label + " pinned indices", ours(gather, shape.threads, shape.chunk, From::Pinned, false));
-            const CUmodule small = compile(source, arch, options(128, 4096, 0, 0, 160));
-            // 160 bytes hold 40 indices: with more the kernel reads them from the device.
+            const CUmodule small = compile(source, arch, options(128, 4096, 0, 0, 168));
+            // 168 bytes hold 42 indices: with more the kernel reads them from the device.
             const CUfunction small_gather = entry(small, "gather_int32");
             add("ours 128x4096 ld0 st0 256-byte argument", [=](u64 selected, u64 at) {
                 ours(small_gather, 128, 4096, selected <= 36 ? From::Inline : From::Device, false)(selected, at);
@@ -421,7 +426,7 @@ void write_and_poll() {
 
 void print_host_completed(const std::string& source, const std::string& arch) {
     const CUmodule large = compile(source + DONE_ENTRY, arch, options(128, 4096, 0, 0));
-    const CUmodule small = compile(source + DONE_ENTRY, arch, options(128, 4096, 0, 0, 160));
+    const CUmodule small = compile(source + DONE_ENTRY, arch, options(128, 4096, 0, 0, 168));
     struct Scheme { const char* label; std::function<void(u64, u64)> run; };
     std::vector<Scheme> schemes;
     const CUfunction large_gather = entry(large, "gather_int32"), small_gather = entry(small, "gather_int32");

@@ -9,7 +9,7 @@
 
 use std::mem::{offset_of, size_of};
 
-use statecopy_proto::{Direction, IndexWidth};
+use statecopy_proto::Direction;
 
 /// Threads of a block.
 pub const THREADS: u32 = 128;
@@ -19,8 +19,10 @@ pub const CHUNK_BYTES: u64 = 4_096;
 pub const ROWS_PER_LAUNCH_MAX: u64 = 32_768;
 /// Bytes of [`Arguments`]. A kernel parameter holds 4,096; that most are not looked at costs nothing (H200).
 pub const ARGUMENTS_BYTES: usize = 4_000;
+/// Bytes of the address of indices, in the place of indices that travel with the launch.
+pub const INDICES_ADDRESS_BYTES: usize = 8;
 /// Bytes for indices and flags that travel with the launch.
-pub const INLINE_BYTES_MAX: usize = ARGUMENTS_BYTES - 96;
+pub const INLINE_BYTES_MAX: usize = ARGUMENTS_BYTES - 88;
 
 /// [`Arguments::direction`] of a gather.
 pub const DIRECTION_GATHER: u32 = 0;
@@ -53,8 +55,9 @@ macro_rules! arguments {
 }
 
 arguments! {
-    /// Bits of [`SHAPE_BATCH`] and its like: what of the rest is looked at. It and the next six fields lie in one line of
-    /// the constants that a block fetches before it does anything: each further line costs a small copy about 0.1 us.
+    /// Bits of [`SHAPE_BATCH`] and its like: what of the rest is looked at. It and the fields up to the first 8 bytes of
+    /// `inline_bytes` lie in one line of the constants that a block fetches before it does anything: each further line
+    /// costs a small copy about 0.1 us.
     shape: u32,
     /// The first of the `L * selected` rows that this launch moves.
     first_row: u32,
@@ -62,14 +65,15 @@ arguments! {
     base: u64,
     /// Address of the packed buffer `[L, selected, payload]`, whole: of row 0, whatever `first_row` is.
     packed: u64,
-    /// Address of `selected` indices.
-    indices: u64,
     /// Bytes from one row of a cache to the next.
     page_stride: u64,
-    /// Bytes of one state.
-    payload: u64,
     /// Rows of a cache: an index is valid in `0..rows`.
     rows: u64,
+    /// The indices that travel with the launch, or the address of `selected` indices ([`Arguments::set_indices_address`]);
+    /// behind either, the flags that travel with it.
+    inline_bytes: [u8; INLINE_BYTES_MAX],
+    /// Bytes of one state. Where a payload is a whole number of chunks, the kernel takes it from the grid.
+    payload: u64,
     /// Address of the table of row-0 addresses, one a layer.
     bases: u64,
     /// Address of `selected` flags. A scatter ignores flags.
@@ -78,18 +82,17 @@ arguments! {
     row_states: u64,
     /// Selected rows of each layer; at least 1.
     selected: u32,
-    /// Where flags begin in `inline_bytes`.
+    /// Where flags begin in `inline_bytes`; at [`INDICES_ADDRESS_BYTES`] or later.
     inline_flags_at: u32,
     /// [`DIRECTION_GATHER`] or [`DIRECTION_SCATTER`]. Only `byte_copy` reads it.
     direction: u32,
     /// Bytes of an index: 4 or 8. Only `byte_copy` reads it.
     index_width: u32,
-    /// Indices, then flags, as far as they travel with the launch.
-    inline_bytes: [u8; INLINE_BYTES_MAX],
 }
 
 const _: () = assert!(size_of::<Arguments>() == ARGUMENTS_BYTES);
-const _: () = assert!(offset_of!(Arguments, inline_bytes).is_multiple_of(16));
+// Indices of 8 bytes, or the address of indices.
+const _: () = assert!(offset_of!(Arguments, inline_bytes).is_multiple_of(8));
 
 impl Arguments {
     /// All zero. A launcher makes one and fills in every field of it for each launch.
@@ -100,10 +103,10 @@ impl Arguments {
             first_row: 0,
             base: 0,
             packed: 0,
-            indices: 0,
             page_stride: 0,
-            payload: 0,
             rows: 0,
+            inline_bytes: [0; INLINE_BYTES_MAX],
+            payload: 0,
             bases: 0,
             flags: 0,
             row_states: 0,
@@ -111,19 +114,20 @@ impl Arguments {
             inline_flags_at: 0,
             direction: DIRECTION_GATHER,
             index_width: 4,
-            inline_bytes: [0; INLINE_BYTES_MAX],
         }
     }
 
-    /// Where the inline flags of a request begin: behind its indices. `None` when indices and flags do not fit.
+    /// Where the indices lie that do not travel with the launch.
+    pub fn set_indices_address(&mut self, address: u64) {
+        self.inline_bytes[..INDICES_ADDRESS_BYTES].copy_from_slice(&address.to_le_bytes());
+    }
+
+    /// What [`Arguments::set_indices_address`] has set.
     #[must_use]
-    pub fn inline_flags_at(selected: u64, width: IndexWidth, flags: bool) -> Option<u32> {
-        let indices = selected.checked_mul(width.bytes())?;
-        let end = indices.checked_add(if flags { selected } else { 0 })?;
-        if end > INLINE_BYTES_MAX as u64 {
-            return None;
-        }
-        u32::try_from(indices).ok()
+    pub fn indices_address(&self) -> u64 {
+        let mut address = [0; INDICES_ADDRESS_BYTES];
+        address.copy_from_slice(&self.inline_bytes[..INDICES_ADDRESS_BYTES]);
+        u64::from_le_bytes(address)
     }
 }
 
@@ -180,21 +184,12 @@ mod tests {
     }
 
     #[test]
-    fn inline_values_stop_where_the_parameter_ends() {
-        let widest = INLINE_BYTES_MAX as u64;
-        let at = Arguments::inline_flags_at;
-        assert_eq!(at(8, IndexWidth::Int32, true), Some(32));
-        assert_eq!(at(8, IndexWidth::Int64, false), Some(64));
-        for (width, flags, bytes) in [
-            (IndexWidth::Int32, false, 4),
-            (IndexWidth::Int32, true, 5),
-            (IndexWidth::Int64, false, 8),
-            (IndexWidth::Int64, true, 9),
-        ] {
-            assert!(at(widest / bytes, width, flags).is_some());
-            assert!(at(widest / bytes + 1, width, flags).is_none());
-            assert!(at(u64::MAX, width, flags).is_none());
-        }
+    fn what_a_small_launch_reads_lies_in_one_line_of_constants() {
+        // Parameters begin 16 bytes into a line of 64 (sm_90).
+        assert!(offset_of!(Arguments, inline_bytes) + INDICES_ADDRESS_BYTES <= 48);
+        let mut arguments = Arguments::zeroed();
+        arguments.set_indices_address(0x1234_5678_9abc_def0);
+        assert_eq!(arguments.indices_address(), 0x1234_5678_9abc_def0);
     }
 
     #[test]

@@ -10,8 +10,9 @@ use statecopy_proto::{Direction, IndexWidth};
 
 use super::CudaDevice;
 use super::arguments::{
-    Arguments, INLINE_BYTES_MAX, ROWS_PER_LAUNCH_MAX, SHAPE_BATCH, SHAPE_FLAGS_ADDRESS,
-    SHAPE_FLAGS_INLINE, SHAPE_INDICES_INLINE, SHAPE_ROW_STATES, THREADS, direction_number, grid,
+    Arguments, INDICES_ADDRESS_BYTES, INLINE_BYTES_MAX, ROWS_PER_LAUNCH_MAX, SHAPE_BATCH,
+    SHAPE_FLAGS_ADDRESS, SHAPE_FLAGS_INLINE, SHAPE_INDICES_INLINE, SHAPE_ROW_STATES, THREADS,
+    direction_number, grid,
 };
 use super::context::Context;
 use super::driver::DriverError;
@@ -120,17 +121,22 @@ impl CudaLauncher {
             Flags::None | Flags::Shared(_) => 0,
         };
         let arguments = &mut *self.arguments;
-        let inline = index_bytes + flag_bytes <= arguments.inline_bytes.len();
-        let room = if inline { &mut arguments.inline_bytes[..] } else { self.words.inputs(slot) };
+        let inline_flags_at = index_bytes.max(INDICES_ADDRESS_BYTES);
+        let inline = inline_flags_at + flag_bytes <= arguments.inline_bytes.len();
+        let (room, flags_at) = if inline {
+            (&mut arguments.inline_bytes[..], inline_flags_at)
+        } else {
+            (self.words.inputs(slot), index_bytes)
+        };
         copy_indices(&launch.indices, &mut room[..index_bytes]);
         if let Flags::Inline(private) = flags {
-            room[index_bytes..index_bytes + flag_bytes].copy_from_slice(private);
+            room[flags_at..flags_at + flag_bytes].copy_from_slice(private);
         }
         let staged = self.words.staged_address(slot);
-        let (index_shape, indices) = match &launch.indices {
-            Indices::Shared(_, shared) => (0, address(shared)),
-            Indices::Int32(_) | Indices::Int64(_) if inline => (SHAPE_INDICES_INLINE, 0),
-            Indices::Int32(_) | Indices::Int64(_) => (0, staged),
+        let indices = match &launch.indices {
+            Indices::Shared(_, shared) => Some(address(shared)),
+            Indices::Int32(_) | Indices::Int64(_) if inline => None,
+            Indices::Int32(_) | Indices::Int64(_) => Some(staged),
         };
         let (flag_shape, flags) = match flags {
             Flags::None => (0, 0),
@@ -138,9 +144,13 @@ impl CudaLauncher {
             Flags::Inline(_) if inline => (SHAPE_FLAGS_INLINE, 0),
             Flags::Inline(_) => (SHAPE_FLAGS_ADDRESS, staged + index_bytes as u64),
         };
-        arguments.shape |= index_shape | flag_shape;
-        (arguments.indices, arguments.flags) = (indices, flags);
-        arguments.inline_flags_at = u32::try_from(index_bytes).unwrap_or(u32::MAX);
+        match indices {
+            Some(address) => arguments.set_indices_address(address),
+            None => arguments.shape |= SHAPE_INDICES_INLINE,
+        }
+        arguments.shape |= flag_shape;
+        arguments.flags = flags;
+        arguments.inline_flags_at = u32::try_from(inline_flags_at).unwrap_or(u32::MAX);
         if inline { 0 } else { index_bytes + flag_bytes }
     }
 

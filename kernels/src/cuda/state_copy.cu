@@ -21,19 +21,20 @@ typedef unsigned long long u64;
 #define STORE_HINT 0
 #endif
 #ifndef INLINE_BYTES
-#define INLINE_BYTES 3904
+#define INLINE_BYTES 3912
 #endif
 
-// What every launch reads stands first, in the line of constants that a block has to fetch anyhow.
+// What every launch reads stands first, and the first indices with it, in the line of constants that a block has to fetch
+// anyhow. Where the indices lie in memory, their address stands in the first 8 bytes of `inline_bytes`.
 struct alignas(16) Arguments {
     u32 shape;
     u32 first_row;
     u64 base;
     u64 packed;
-    u64 indices;
     u64 page_stride;
-    u64 payload;
     u64 rows;
+    u8 inline_bytes[INLINE_BYTES];
+    u64 payload;
     u64 bases;
     u64 flags;
     u64 row_states;
@@ -41,7 +42,6 @@ struct alignas(16) Arguments {
     u32 inline_flags_at;
     u32 direction;
     u32 index_width;
-    u8 inline_bytes[INLINE_BYTES];
 };
 
 enum : u32 { DIRECTION_GATHER = 0, DIRECTION_SCATTER = 1 };
@@ -132,13 +132,14 @@ __device__ __forceinline__ long long index_of(const Arguments& a, u32 s, u32 ind
         return index_width == 4 ? reinterpret_cast<const int*>(a.inline_bytes)[s]
                                 : reinterpret_cast<const long long*>(a.inline_bytes)[s];
     }
+    const u64 indices = *reinterpret_cast<const u64*>(a.inline_bytes);
     if (index_width == 4) {
         u32 narrow;
-        load_once(narrow, a.indices + static_cast<u64>(s) * 4);
+        load_once(narrow, indices + static_cast<u64>(s) * 4);
         return static_cast<int>(narrow);
     }
     u64 wide;
-    load_once(wide, a.indices + static_cast<u64>(s) * 8);
+    load_once(wide, indices + static_cast<u64>(s) * 8);
     return static_cast<long long>(wide);
 }
 
@@ -220,18 +221,20 @@ __device__ __forceinline__ void state_copy(const Arguments& a, u32 direction, u3
     if (gather && (a.shape & (SHAPE_FLAGS_INLINE | SHAPE_FLAGS_ADDRESS))) {
         chosen = flag_of(a, place.s) && chosen;
     }
+    // The size of the grid is in a line that has been fetched, too.
+    const u64 payload = EVEN ? static_cast<u64>(gridDim.x) * CHUNK_BYTES : a.payload;
     if (gather || chosen) {
         const u64 cache = place.base + static_cast<u64>(index) * a.page_stride;
-        const u64 packed = a.packed + static_cast<u64>(row) * a.payload;
+        const u64 packed = a.packed + static_cast<u64>(row) * payload;
         // A row that is cleared has no source.
         const u64 source = gather && chosen ? cache : packed;
         const u64 destination = gather ? packed : cache;
         if constexpr (VECTOR_BYTES == ITEM_BYTES) {
-            move<VECTOR_BYTES>(destination, source, a.payload, !chosen, chunk, thread);
+            move<VECTOR_BYTES>(destination, source, payload, !chosen, chunk, thread);
         } else if ((destination | source) % VECTOR_BYTES != 0) {
-            move_narrow<VECTOR_BYTES>(destination, source, a.payload, !chosen);
+            move_narrow<VECTOR_BYTES>(destination, source, payload, !chosen);
         } else {
-            move<VECTOR_BYTES>(destination, source, a.payload, !chosen, chunk, thread);
+            move<VECTOR_BYTES>(destination, source, payload, !chosen, chunk, thread);
         }
     }
     if ((a.shape & SHAPE_ROW_STATES) && chunk == 0 && thread == 0) {

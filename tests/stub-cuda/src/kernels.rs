@@ -141,7 +141,7 @@ fn index(memory: &Memory, arguments: &Arguments, place: u64, width: u64) -> Answ
             _ => Err(CUresult::LAUNCH_FAILED),
         };
     }
-    let from = at(arguments.indices, place, width);
+    let from = at(arguments.indices_address(), place, width);
     match width {
         4 => load::<i32>(memory, from).map(i64::from),
         8 => load::<i64>(memory, from),

@@ -111,7 +111,7 @@ fn indices_and_flags_are_read_where_they_lie() {
     let stub = Stub::create().unwrap();
     let rig = Rig::new(&stub);
     let mut arguments = rig.arguments();
-    arguments.indices = rig.driver.holding(&int64([i64::MIN, 4, 2]));
+    arguments.set_indices_address(rig.driver.holding(&int64([i64::MIN, 4, 2])));
     arguments.flags = rig.driver.holding(&[1, 1, 2]);
     arguments.shape = SHAPE_FLAGS_ADDRESS | SHAPE_ROW_STATES;
     rig.run("gather_int64", &arguments, 3).unwrap();
