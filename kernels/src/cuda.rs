@@ -55,6 +55,7 @@ use crate::plan::KernelClass;
 
 pub use self::allocation::{Allocator, CudaMemory};
 pub use self::caches::CudaCaches;
+pub use self::calls::MemoryLeft;
 pub use self::context::Scheduling;
 pub use self::driver::{DRIVER_LIBRARY, DriverError, OpenError};
 pub use self::export::{CudaExporter, Export};

@@ -20,6 +20,8 @@ pub enum Allocator {
         /// Whether pieces can be shared, by descriptor.
         shared: bool,
     },
+    /// As `cudaMallocAsync` does: of the device's stream-ordered pool, which cannot be shared.
+    Pool,
 }
 
 /// Device memory of this process. Its start is a multiple of 256.
@@ -34,6 +36,20 @@ pub struct CudaMemory {
 enum Backing {
     Default(DeviceMemory),
     Virtual(PieceMapping),
+    Pool(PoolMemory),
+}
+
+/// Memory of the stream-ordered pool.
+#[derive(Debug)]
+struct PoolMemory {
+    context: Arc<Context>,
+    start: u64,
+}
+
+impl Drop for PoolMemory {
+    fn drop(&mut self) {
+        self.context.give_back(|current| current.free_to_pool(self.start));
+    }
 }
 
 impl CudaMemory {
@@ -47,6 +63,10 @@ impl CudaMemory {
             Allocator::Virtual { piece_bytes, shared } => {
                 let how = shared.then_some(Shareable::Descriptor);
                 Backing::Virtual(fill(&context, bytes, piece_bytes, how)?)
+            }
+            Allocator::Pool => {
+                let start = context.enter()?.allocate_from_pool(bytes)?;
+                Backing::Pool(PoolMemory { context: Arc::clone(&context), start })
             }
         };
         Ok(Self { context, bytes, backing })
@@ -68,6 +88,7 @@ impl CudaMemory {
         let start = match &self.backing {
             Backing::Default(memory) => memory.range().start,
             Backing::Virtual(pieces) => pieces.range().start,
+            Backing::Pool(memory) => memory.start,
         };
         AddressRange { start, bytes: self.bytes }
     }

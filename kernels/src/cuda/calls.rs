@@ -18,9 +18,11 @@ type Result<T> = std::result::Result<T, DriverError>;
 
 /// Bytes of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct MemoryLeft {
-    pub(super) free: u64,
-    pub(super) total: u64,
+pub struct MemoryLeft {
+    /// What is free.
+    pub free: u64,
+    /// What there is.
+    pub total: u64,
 }
 
 /// A range of device addresses.
@@ -99,6 +101,23 @@ impl Current<'_> {
         // SAFETY: what is no allocation is an error of the driver's.
         let status = unsafe { (self.functions().mem_free)(memory) };
         self.check("cuMemFree", status)
+    }
+
+    /// Memory of the device's stream-ordered pool, which can be used when this returns.
+    pub(super) fn allocate_from_pool(self, bytes: u64) -> Result<DevicePointer> {
+        let mut memory = 0;
+        // SAFETY: the driver writes one address. Every context has the default stream.
+        let status =
+            unsafe { (self.functions().mem_alloc_async)(&raw mut memory, size(bytes), Stream(0)) };
+        self.check("cuMemAllocAsync", status)?;
+        self.settle()?;
+        Ok(memory)
+    }
+
+    pub(super) fn free_to_pool(self, memory: DevicePointer) -> Result<()> {
+        // SAFETY: what is no allocation is an error of the driver's. Every context has the default stream.
+        let status = unsafe { (self.functions().mem_free_async)(memory, Stream(0)) };
+        self.check("cuMemFreeAsync", status)
     }
 
     /// Pinned host memory, which has the same address for the device.

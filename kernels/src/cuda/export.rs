@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use statecopy_proto::{HandleKind, Refusal, RefusalCode};
 
 use super::allocation::{Allocator, CudaMemory};
-use super::calls::{AddressRange, PointerFacts, Shareable};
+use super::calls::{AddressRange, MemoryLeft, PointerFacts, Shareable};
 use super::context::{Context, Current, Scheduling};
 use super::driver::{Driver, DriverError, OpenError, select};
 use super::memory::out_of_memory;
@@ -110,6 +110,17 @@ impl CudaExporter {
         CudaMemory::allocate(Arc::clone(&context), bytes, allocator).map_err(|error| {
             out_of_memory(&context, &device.label(), "a worker's memory", bytes, error)
         })
+    }
+
+    /// How much memory of a device is free, for all processes together.
+    ///
+    /// # Errors
+    /// When there is no such device.
+    pub fn memory_left(&self, selector: CudaSelector) -> Result<MemoryLeft, OpenError> {
+        let device = select(&self.driver, selector)?;
+        let failed = |error| OpenError::Device { device: device.label(), error };
+        let context = self.context(device.device).map_err(failed)?;
+        context.visit(|current| current.memory_left()).map_err(failed)
     }
 
     fn context(&self, device: sys::Device) -> Result<Arc<Context>, DriverError> {

@@ -264,6 +264,8 @@ functions! {
     mem_get_info = "cuMemGetInfo_v2"(free: *mut usize, total: *mut usize);
     mem_alloc = "cuMemAlloc_v2"(memory: *mut DevicePointer, bytes: usize);
     mem_free = "cuMemFree_v2"(memory: DevicePointer);
+    mem_alloc_async = "cuMemAllocAsync"(memory: *mut DevicePointer, bytes: usize, stream: Stream);
+    mem_free_async = "cuMemFreeAsync"(memory: DevicePointer, stream: Stream);
     mem_host_alloc = "cuMemHostAlloc"(memory: *mut *mut c_void, bytes: usize, flags: c_uint);
     mem_free_host = "cuMemFreeHost"(memory: *mut c_void);
     mem_get_address_range = "cuMemGetAddressRange_v2"(base: *mut DevicePointer, bytes: *mut usize, address: DevicePointer);

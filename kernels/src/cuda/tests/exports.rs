@@ -1,7 +1,7 @@
 //! What the driver says of a worker's memory.
 
 use statecopy_proto::HandleKind;
-use statecopy_stub_cuda::{Function, GRANULARITY_BYTES, Knob};
+use statecopy_stub_cuda::{Function, GRANULARITY_BYTES};
 
 use super::*;
 use crate::device::PieceHandle;
@@ -87,8 +87,7 @@ fn memory_that_cannot_be_shared_is_refused_by_the_name_of_its_allocator() {
     let hidden =
         bed.allocate(GRANULARITY_BYTES, Allocator::Virtual { piece_bytes: 0, shared: false });
     assert!(refused(hidden.address()).sentence().contains("without a handle type"));
-    bed.stub.set(Knob::PoolMemory, true);
-    let pool = bed.allocate(4096, Allocator::Default);
+    let pool = bed.allocate(4096, Allocator::Pool);
     let refusal = refused(pool.address());
     assert!(refusal.sentence().contains("cudaMallocAsync"), "{refusal}");
     assert!(refusal.remedy().contains("default allocator"), "{refusal}");
