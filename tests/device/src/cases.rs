@@ -1,0 +1,73 @@
+//! Every case: a sentence that says what holds, and the function that finds out.
+
+mod copies;
+mod lives;
+mod memory;
+mod refusals;
+
+use anyhow::Result;
+
+use crate::setup::Setup;
+
+/// What a case needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Needs {
+    /// A driver, whether a device is behind it or not.
+    Driver,
+    /// A device.
+    Device,
+}
+
+/// One case. It runs in a process of its own, and answers with what it saw.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Case {
+    pub(crate) name: &'static str,
+    pub(crate) needs: Needs,
+    pub(crate) run: fn(&Setup) -> Result<String>,
+}
+
+impl Case {
+    const fn new(name: &'static str, run: fn(&Setup) -> Result<String>) -> Self {
+        Self { name, needs: Needs::Driver, run }
+    }
+
+    const fn needing_a_device(name: &'static str, run: fn(&Setup) -> Result<String>) -> Self {
+        Self { name, needs: Needs::Device, run }
+    }
+}
+
+/// All, in the order in which they run.
+pub(crate) const CASES: &[Case] = &[
+    Case::new("fp32_is_copied_by_a_fused_plan", copies::fp32),
+    Case::new("bf16_is_copied_by_a_fused_plan", copies::bf16),
+    Case::new("fp16_is_copied_by_the_byte_copy", copies::fp16),
+    Case::new("int8_is_copied_by_the_byte_copy", copies::int8),
+    Case::new("fp64_is_copied_by_the_byte_copy", copies::fp64),
+    Case::new("every_selected_count_is_exact", copies::every_count),
+    Case::new("inputs_past_a_kernels_parameter_are_exact", copies::many_rows),
+    Case::new("every_bit_pattern_survives", copies::bit_patterns),
+    Case::new("every_base_alignment_and_odd_payload_is_exact", copies::alignments),
+    Case::new("a_batch_of_69_layers_is_one_request", copies::batch),
+    Case::new("a_copy_of_many_launches_is_exact", copies::many_launches),
+    Case::new("int32_reaches_pages_more_than_4_gib_apart", copies::far_pages),
+    Case::needing_a_device("small_allocations_are_shared", memory::small_allocations),
+    Case::new("64_layers_of_one_allocation_are_one_mapping", memory::one_mapping),
+    Case::new("pieces_of_20_mib_are_side_by_side", memory::large_pieces),
+    Case::new("pieces_of_2_mib_are_side_by_side", memory::small_pieces),
+    Case::new("3000_pieces_need_few_descriptors", memory::many_pieces),
+    Case::new("memory_of_a_pool_is_refused", memory::pool),
+    Case::new("virtual_memory_without_handles_is_refused", memory::hidden),
+    Case::new("sleep_frees_the_memory_and_wake_binds_again", memory::sleep),
+    Case::new("a_device_that_is_not_there_is_refused", refusals::wrong_uuid),
+    Case::new("a_truncated_handle_is_refused", refusals::truncated_handle),
+    Case::new("a_handle_of_another_size_is_refused", refusals::wrong_size),
+    Case::new("a_handle_of_another_allocation_is_refused", refusals::wrong_buffer),
+    Case::new("a_handle_of_freed_memory_is_refused", refusals::freed),
+    Case::new("a_descriptor_of_another_size_is_refused", refusals::wrong_descriptor),
+    Case::new("a_descriptor_of_no_device_memory_is_refused", refusals::foreign_descriptor),
+    Case::new("an_idle_worker_killed_gives_its_memory_back", lives::idle_worker),
+    Case::new("a_worker_killed_before_it_registers_gives_its_memory_back", lives::sending_worker),
+    Case::new("a_worker_killed_while_it_copies_gives_its_memory_back", lives::copying_worker),
+    Case::new("bindings_outlive_the_device_process", lives::device_process),
+    Case::new("workers_go_on_with_the_next_daemon", lives::next_daemon),
+];

@@ -1,0 +1,142 @@
+//! Who dies, and what goes on.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Result, ensure};
+use statecopy_client::{DataType, Direction};
+use statecopy_kernels::cuda::Allocator;
+use statecopy_kernels::layout::CacheLayout;
+use statecopy_tests::Indices;
+
+use crate::patience::eventually;
+use crate::rig::{Inputs, Rig, Spec, Target};
+use crate::setup::{Gpu, Setup};
+use crate::worker::{State, Worker, worker_bytes};
+
+/// What of a dead worker's memory may be missing still: the drivers of living processes keep some of what they once had.
+const SLACK_BYTES: u64 = 96 << 20;
+/// The bound of the contract's scenario is 2 s, and what is asserted is ten times that.
+const BACK_WITHIN: Duration = Duration::from_secs(20);
+
+fn layers() -> Result<Vec<(CacheLayout, u64)>> {
+    let layout = CacheLayout::with_page_stride(DataType::Float32, [6, 4, 32, 32], 3 * 4 * 1_024)?;
+    let payload = layout.payload_bytes();
+    Ok(vec![(layout.clone(), 0), (layout, payload)])
+}
+
+fn rig(setup: &Setup, socket: &Path, how: Allocator) -> Result<Rig> {
+    let spec = Spec::of_layers(layers()?, 6).allocated(how);
+    Rig::new(setup.client_of(socket)?, &setup.gpu()?, &spec)
+}
+
+const VIRTUAL: Allocator = Allocator::Virtual { piece_bytes: 2 << 20, shared: true };
+
+pub(crate) fn idle_worker(setup: &Setup) -> Result<String> {
+    killed(setup, State::Idle)
+}
+
+pub(crate) fn sending_worker(setup: &Setup) -> Result<String> {
+    killed(setup, State::Sending)
+}
+
+pub(crate) fn copying_worker(setup: &Setup) -> Result<String> {
+    killed(setup, State::Copying)
+}
+
+/// Kills a worker in a state, while another one copies.
+fn killed(setup: &Setup, state: State) -> Result<String> {
+    let gpu = setup.gpu()?;
+    let mut other = rig(setup, &setup.socket, Allocator::Default)?;
+    other.serves(1)?;
+    let sessions = || anyhow::Ok(setup.client()?.inspect()?.sessions.len());
+    let before = sessions()?;
+    // The first worker makes the device process hold whatever it keeps for good.
+    Worker::start(setup, state)?.kill()?;
+    eventually("the session of the first worker is gone", || {
+        Ok((sessions()? <= before).then_some(()))
+    })?;
+    let mut times = Vec::new();
+    for round in 0..3 {
+        let free = steady(&gpu)?;
+        let worker = Worker::start(setup, state)?;
+        let used = free.saturating_sub(gpu.free_bytes()?);
+        ensure!(used + SLACK_BYTES > worker_bytes(setup), "the worker uses only {used} bytes");
+        other.serves(2 + round)?;
+        let killed = Instant::now();
+        worker.kill()?;
+        while gpu.free_bytes()? + SLACK_BYTES < free {
+            ensure!(
+                killed.elapsed() < BACK_WITHIN,
+                "{} of {free} bytes are back",
+                gpu.free_bytes()?
+            );
+            other.copy(
+                Direction::Gather,
+                Target::All,
+                &Indices::Int32(vec![5, 0, -1]),
+                None,
+                Inputs::Inline,
+            )?;
+        }
+        times.push(format!("{:.2}", killed.elapsed().as_secs_f64()));
+        other.serves(5 + round)?;
+    }
+    Ok(format!("memory back after {} s; the other worker's copies were right", times.join(", ")))
+}
+
+/// Free memory, once it no longer grows.
+fn steady(gpu: &Gpu) -> Result<u64> {
+    let mut last = gpu.free_bytes()?;
+    let mut since = Instant::now();
+    eventually("free memory settles", || {
+        let now = gpu.free_bytes()?;
+        if now != last {
+            (last, since) = (now, Instant::now());
+        }
+        Ok((since.elapsed() > Duration::from_millis(300)).then_some(last))
+    })
+}
+
+pub(crate) fn device_process(setup: &Setup) -> Result<String> {
+    let daemon = setup.own_daemon("device-process")?;
+    let mut legacy = rig(setup, daemon.socket(), Allocator::Default)?;
+    let mut pieces = rig(setup, daemon.socket(), VIRTUAL)?;
+    let mut times = Vec::new();
+    for round in 0..3 {
+        legacy.serves(round)?;
+        pieces.serves(round)?;
+        let killed = Instant::now();
+        daemon.kill_device_process()?;
+        // Not one call to register anything again.
+        pieces.serves(10 + round)?;
+        legacy.serves(10 + round)?;
+        times.push(format!("{:.2}", killed.elapsed().as_secs_f64()));
+    }
+    let restarts = daemon.device()?.restarts;
+    ensure!(restarts == 3, "{restarts} restarts");
+    Ok(format!(
+        "legacy and VMM regions came back, and every copy was right after {} s",
+        times.join(", ")
+    ))
+}
+
+pub(crate) fn next_daemon(setup: &Setup) -> Result<String> {
+    let daemon = setup.own_daemon("next-daemon")?;
+    let socket = daemon.socket().to_owned();
+    let mut legacy = rig(setup, &socket, Allocator::Default)?;
+    let mut pieces = rig(setup, &socket, VIRTUAL)?;
+    legacy.serves(1)?;
+    pieces.serves(1)?;
+    // It is killed, not drained.
+    drop(daemon);
+    let from = Instant::now();
+    let _next = setup.own_daemon("next-daemon")?;
+    let ready = from.elapsed();
+    legacy.serves(2)?;
+    pieces.serves(2)?;
+    Ok(format!(
+        "the next daemon was ready after {:.2} s and served both workers",
+        ready.as_secs_f64()
+    ))
+}

@@ -1,0 +1,148 @@
+//! A worker process that is brought into a state and killed there.
+
+use std::io::{self, BufRead, BufReader, Read as _, Write as _};
+use std::os::fd::AsFd as _;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+use rustix::process::{Signal, set_parent_process_death_signal};
+use statecopy_client::DataType;
+use statecopy_kernels::cuda::Allocator;
+use statecopy_kernels::device::PieceHandle;
+use statecopy_kernels::layout::CacheLayout;
+use statecopy_tests::{Session, Wire};
+
+use crate::setup::Setup;
+use crate::wide::Wide;
+
+/// Where in its life a worker is killed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum State {
+    /// Everything is published, and nothing runs.
+    Idle,
+    /// Descriptors were sent, and no region is registered.
+    Sending,
+    /// Large copies run, one after the other.
+    Copying,
+}
+
+impl State {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Idle => "idle",
+            Self::Sending => "sending",
+            Self::Copying => "copying",
+        }
+    }
+}
+
+const READY: &str = "ready";
+/// Rows of 16 MiB: a copy of all takes the device a while.
+const ROW_BYTES: u64 = 16 << 20;
+
+/// Bytes of a worker's caches.
+pub(crate) fn worker_bytes(setup: &Setup) -> u64 {
+    rows(setup) * ROW_BYTES
+}
+
+fn rows(setup: &Setup) -> u64 {
+    setup.size(256, 12)
+}
+
+/// The process, seen by the case. Dropped, it is killed.
+#[derive(Debug)]
+pub(crate) struct Worker {
+    child: Child,
+}
+
+impl Worker {
+    /// Starts one, and waits until it is in that state.
+    pub(crate) fn start(setup: &Setup, state: State) -> Result<Self> {
+        let mut child = Command::new(std::env::current_exe()?)
+            .args(["worker", state.name(), &serde_json::to_string(setup)?])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let answers = child.stdout.take().context("a pipe")?;
+        let worker = Self { child };
+        let mut line = String::new();
+        BufReader::new(answers).read_line(&mut line)?;
+        ensure!(line.trim_end() == READY, "the worker said {line:?}");
+        Ok(worker)
+    }
+
+    /// Kills it, and waits until it is gone.
+    pub(crate) fn kill(mut self) -> Result<()> {
+        self.child.kill()?;
+        let status = self.child.wait()?;
+        ensure!(!status.success(), "the worker had ended by itself");
+        Ok(())
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Is the worker.
+pub(crate) fn run(setup: &Setup, state: State) -> Result<()> {
+    set_parent_process_death_signal(Some(Signal::KILL))?;
+    match state {
+        State::Idle => {
+            let mut wide = publish(setup, 4, Allocator::Default)?;
+            wide.check_rows(&[0, 3, 1])?;
+            until_told()
+        }
+        State::Copying => {
+            let how = Allocator::Virtual { piece_bytes: 20 << 20, shared: true };
+            let wide = publish(setup, rows(setup), how)?;
+            let rows: Vec<i32> = (0..i32::try_from(rows(setup))?).collect();
+            wide.gather(&rows)?;
+            say_ready()?;
+            loop {
+                wide.gather(&rows)?;
+            }
+        }
+        State::Sending => send(setup, &setup.socket),
+    }
+}
+
+fn publish(setup: &Setup, max_selected: u64, how: Allocator) -> Result<Wide> {
+    let rows = rows(setup);
+    let shape = [rows, 4, 1_024, 1_024];
+    let layout = CacheLayout::with_page_stride(DataType::Float32, shape, (4 << 20) + 128)?;
+    Wide::new(setup.client()?, &setup.gpu()?, layout, max_selected, how)
+}
+
+/// Sends the descriptors of its memory, and registers nothing.
+fn send(setup: &Setup, socket: &Path) -> Result<()> {
+    let how = Allocator::Virtual { piece_bytes: 64 << 20, shared: true };
+    let gpu = setup.gpu()?;
+    let memory = gpu.allocate(worker_bytes(setup), how)?;
+    let mut session = Session::open(&Wire::connect(socket)?);
+    let mut export = gpu.exporter.export(memory.address(), memory.bytes())?;
+    for piece in export.next_pieces(export.announced().pieces)? {
+        let PieceHandle::Descriptor(descriptor) = piece.handle else {
+            bail!("a descriptor was expected");
+        };
+        session.send(&[descriptor.as_fd()]);
+    }
+    until_told()
+}
+
+fn say_ready() -> Result<()> {
+    let mut answers = io::stdout().lock();
+    writeln!(answers, "{READY}")?;
+    Ok(answers.flush()?)
+}
+
+/// Says that the state is reached, and stays in it.
+fn until_told() -> Result<()> {
+    say_ready()?;
+    io::stdin().lock().read_to_end(&mut Vec::new())?;
+    Ok(())
+}
