@@ -441,6 +441,14 @@ pub struct RefusalMessage {
     subject: String,
 }
 
+impl RefusalMessage {
+    /// The sentence of a DEVICE_LOST: nothing more can be asked of the device.
+    #[must_use]
+    pub fn device_lost(&self) -> Option<&str> {
+        (self.code == RefusalCode::DeviceLost.number()).then_some(&self.sentence)
+    }
+}
+
 impl From<&Refusal> for RefusalMessage {
     fn from(refusal: &Refusal) -> Self {
         Self {

@@ -7,6 +7,7 @@ use std::fmt;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::Duration;
 
 use statecopy_proto::{
     DataType, Direction, HandleKind, IndexWidth, PlanKind, Refusal, RefusalCode,
@@ -383,6 +384,19 @@ pub trait Launcher<D: Device>: Send {
     /// # Errors
     /// When the device failed.
     fn poll(&mut self, ticket: Ticket) -> Result<Option<Moved>, DeviceFault>;
+
+    /// How often [`Launcher::check`] is worth asking while nothing runs; `None` for a device that does not fail by itself.
+    fn check_every(&self) -> Option<Duration> {
+        None
+    }
+
+    /// Whether the device lives, although nothing runs on it.
+    ///
+    /// # Errors
+    /// When it failed meanwhile.
+    fn check(&mut self) -> Result<(), DeviceFault> {
+        Ok(())
+    }
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use statecopy_descriptors::{Connection, Doorbell, DoorbellSet};
-use statecopy_kernels::device::{Device, DeviceFault};
+use statecopy_kernels::device::{Device, DeviceFault, Launcher as _};
 use statecopy_kernels::guard::ServingGuard;
 use statecopy_kernels::host::cpus_allowed;
 use statecopy_proto::{Refusal, RefusalCode, SessionId};
@@ -95,6 +95,8 @@ enum Command<D: Device> {
     Close(SessionId),
     /// Serve what was submitted to the workers' rings, refuse what comes later. Acknowledged once nothing is left.
     Drain,
+    /// The device failed under the preparing thread. Never acknowledged.
+    Fail(DeviceFault),
     /// Answer everything submitted, then end.
     End,
 }
@@ -104,7 +106,7 @@ impl<D: Device> Command<D> {
     fn waits_for(&self) -> Option<SessionId> {
         match self {
             Self::Install(session, ..) | Self::Close(session) => Some(*session),
-            Self::Open(..) | Self::Drain | Self::End => None,
+            Self::Open(..) | Self::Drain | Self::Fail(_) | Self::End => None,
         }
     }
 }
@@ -160,6 +162,11 @@ impl<D: Device> ExecutorHandle<D> {
     /// Returns when everything submitted to the workers' rings so far is answered; what comes later is refused.
     pub(super) fn drain(&self) -> Result<(), Refusal> {
         self.tell(Command::Drain)
+    }
+
+    /// Ends the process, because the device failed under the preparing thread. Returns only when the executor is gone.
+    pub(super) fn fail(&self, reason: &str) {
+        self.tell(Command::Fail(DeviceFault(reason.to_owned()))).ok();
     }
 
     /// Ends the executor once it has answered everything in the rings.
@@ -367,6 +374,7 @@ impl<D: Device> Executor<D> {
     fn carry_out(&mut self, command: Command<D>) -> Option<Retired> {
         match command {
             Command::Drain => Some(None),
+            Command::Fail(fault) => self.give_up(&fault),
             Command::End => {
                 self.ending = true;
                 None
@@ -409,14 +417,23 @@ impl<D: Device> Executor<D> {
         self.retire.send(retired).ok();
     }
 
+    /// Sleeps until a doorbell rings, or it is time to ask whether the device lives.
+    fn sleep_on_bells(&mut self) {
+        let mut rung = false;
+        let slept = self.bells.wait(self.launcher.check_every(), |_| rung = true);
+        assert!(slept.is_ok(), "The executor cannot sleep: {slept:?}");
+        if !rung && let Err(fault) = self.launcher.check() {
+            self.give_up(&fault);
+        }
+    }
+
     /// Sleeps until a ring or a command comes. A command always rings, and so does whoever submits after the rings were told
     /// of the sleep: none is missed between the look and the sleep.
     fn sleep(&mut self) {
         self.export.publish(&self.counters);
         let idle = self.stations.iter_mut().all(|(station, _)| station.prepare_sleep());
         if idle {
-            let rung = self.bells.wait(None, drop);
-            assert!(rung.is_ok(), "The executor cannot sleep: {rung:?}");
+            self.sleep_on_bells();
         }
         for (station, bell) in &mut self.stations {
             station.cancel_sleep();

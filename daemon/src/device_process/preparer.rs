@@ -271,6 +271,11 @@ impl<D: Device> Preparer<D> {
         self.executor.drain()
     }
 
+    /// The device failed under this thread: ends the process as it would have ended under a copy.
+    pub(super) fn fail(&self, reason: &str) {
+        self.executor.fail(reason);
+    }
+
     /// Ends the executor once everything submitted is answered.
     pub(super) fn end(&mut self) {
         self.executor.end();

@@ -45,9 +45,22 @@ pub(super) fn serve<D: Device>(
             preparer.end();
             return reply(link, id, Reply::Done);
         }
-        for answer in answer(link, id, preparer, &mut parts, message.body, received.descriptors)? {
+        let answers = answer(link, id, preparer, &mut parts, message.body, received.descriptors)?;
+        let lost = answers.iter().find_map(device_lost);
+        for answer in answers {
             reply(link, id, answer)?;
         }
+        if let Some(reason) = lost {
+            preparer.fail(&reason);
+        }
+    }
+}
+
+/// Why nothing more can be asked of the device, if a request met that.
+fn device_lost(answer: &Reply) -> Option<String> {
+    match answer {
+        Reply::Refused(refusal) => refusal.device_lost().map(str::to_owned),
+        _ => None,
     }
 }
 

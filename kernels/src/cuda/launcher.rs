@@ -30,6 +30,9 @@ const DEPTH: usize = 2;
 /// How long a launch may be silent before the driver is asked whether the device lives.
 const QUERY_INTERVAL: Duration = Duration::from_micros(100);
 
+/// How often the driver is asked while nothing runs. Another client of the same MPS server can end this context.
+const CHECK_INTERVAL: Duration = Duration::from_millis(500);
+
 impl From<DriverError> for DeviceFault {
     fn from(error: DriverError) -> Self {
         Self(error.to_string())
@@ -276,6 +279,16 @@ impl Launcher<CudaDevice> for CudaLauncher {
         let states = usize::try_from(rows).expect("rows of one launch");
         let copied = copied.unwrap_or_else(|| self.words.copied(slot, states));
         Ok(Some(Moved { copied, masked: rows - copied }))
+    }
+
+    fn check_every(&self) -> Option<Duration> {
+        Some(CHECK_INTERVAL)
+    }
+
+    fn check(&mut self) -> Result<(), DeviceFault> {
+        // SAFETY: the stream is ours.
+        unsafe { self.context.enter()?.is_idle(self.stream) }?;
+        Ok(())
     }
 }
 
