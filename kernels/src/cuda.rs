@@ -18,6 +18,8 @@ pub mod compile;
 mod context;
 mod driver;
 mod export;
+#[cfg(feature = "fault")]
+mod fault;
 mod launcher;
 mod management;
 mod memory;

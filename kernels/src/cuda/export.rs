@@ -23,7 +23,7 @@ use crate::signature::DeviceUuid;
 /// Asks the driver of this process how its memory can be shared.
 #[derive(Debug)]
 pub struct CudaExporter {
-    driver: Arc<Driver>,
+    pub(super) driver: Arc<Driver>,
     /// One a device, retained when memory of that device is first shared.
     contexts: Mutex<Vec<Arc<Context>>>,
 }
@@ -123,7 +123,7 @@ impl CudaExporter {
         context.visit(|current| current.memory_left()).map_err(failed)
     }
 
-    fn context(&self, device: sys::Device) -> Result<Arc<Context>, DriverError> {
+    pub(super) fn context(&self, device: sys::Device) -> Result<Arc<Context>, DriverError> {
         let mut contexts = self.contexts.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(context) = contexts.iter().find(|context| context.device() == device) {
             return Ok(Arc::clone(context));

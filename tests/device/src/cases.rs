@@ -63,11 +63,17 @@ pub(crate) const CASES: &[Case] = &[
     Case::new("a_handle_of_another_size_is_refused", refusals::wrong_size),
     Case::new("a_handle_of_another_allocation_is_refused", refusals::wrong_buffer),
     Case::new("a_handle_of_freed_memory_is_refused", refusals::freed),
+    Case::new("a_handle_that_comes_back_is_noticed", refusals::returning_handle),
     Case::new("a_descriptor_of_another_size_is_refused", refusals::wrong_descriptor),
     Case::new("a_descriptor_of_no_device_memory_is_refused", refusals::foreign_descriptor),
     Case::new("an_idle_worker_killed_gives_its_memory_back", lives::idle_worker),
     Case::new("a_worker_killed_before_it_registers_gives_its_memory_back", lives::sending_worker),
     Case::new("a_worker_killed_while_it_copies_gives_its_memory_back", lives::copying_worker),
+    Case::needing_a_device(
+        "a_fault_of_a_workers_own_kernel_hurts_nobody_else",
+        lives::faulted_worker,
+    ),
+    Case::new("memory_freed_under_the_daemon_hurts_nobody_else", lives::freed_under_the_daemon),
     Case::new("bindings_outlive_the_device_process", lives::device_process),
     Case::new("workers_go_on_with_the_next_daemon", lives::next_daemon),
 ];

@@ -8,7 +8,7 @@ use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use statecopy_client::blocking::Client;
 use statecopy_client::{Address, ConnectOptions};
-use statecopy_kernels::cuda::{Allocator, CudaExporter, CudaMemory, CudaSelector};
+use statecopy_kernels::cuda::{Allocator, CudaExporter, CudaMemory, CudaSelector, DriverError};
 
 use crate::daemon::Daemon;
 
@@ -91,6 +91,11 @@ impl Gpu {
     pub(crate) fn allocate_exactly(&self, bytes: u64, allocator: Allocator) -> Result<CudaMemory> {
         let memory = self.exporter.allocate(self.selector, bytes, allocator);
         memory.with_context(|| format!("{bytes} bytes by {allocator:?}"))
+    }
+
+    /// Lets a kernel of this process fault.
+    pub(crate) fn fault(&self) -> Result<DriverError> {
+        Ok(self.exporter.fault(self.selector)?)
     }
 
     /// Bytes that no process has.

@@ -86,6 +86,11 @@ pub(crate) fn run(options: &RunOptions) -> Result<ExitCode> {
         let verdict = verdict(&setup, case)?;
         println!("{:<4} {}  {}", label(verdict.ok), verdict.name, verdict.detail);
         io::stdout().flush()?;
+        if !verdict.ok {
+            // What failed may have left a device process that serves nobody: the next case is to be judged by itself.
+            drop(daemon);
+            daemon = start()?;
+        }
         verdicts.push(verdict);
     }
     let ok = verdicts.iter().filter(|verdict| verdict.ok).count();

@@ -25,6 +25,8 @@ pub(crate) enum State {
     Sending,
     /// Large copies run, one after the other.
     Copying,
+    /// A kernel of its own has faulted.
+    Faulted,
 }
 
 impl State {
@@ -33,6 +35,7 @@ impl State {
             Self::Idle => "idle",
             Self::Sending => "sending",
             Self::Copying => "copying",
+            Self::Faulted => "faulted",
         }
     }
 }
@@ -106,6 +109,14 @@ pub(crate) fn run(setup: &Setup, state: State) -> Result<()> {
             loop {
                 wide.gather(&rows)?;
             }
+        }
+        State::Faulted => {
+            let how = Allocator::Virtual { piece_bytes: 20 << 20, shared: true };
+            let mut wide = publish(setup, 4, how)?;
+            wide.check_rows(&[0, 3, 1])?;
+            let error = setup.gpu()?.fault()?;
+            ensure!(error.is_sticky(), "{error}");
+            until_told()
         }
         State::Sending => send(setup, &setup.socket),
     }

@@ -84,7 +84,7 @@ pub(crate) fn every_count(setup: &Setup) -> Result<String> {
     let mut random = Random::new(7);
     let mut copies = 0;
     // Below, at and above what one block copies.
-    for payload in [130, 2_048, 2_052] {
+    for (at, payload) in [130, 2_048, 2_052].into_iter().enumerate() {
         let layout =
             CacheLayout::with_page_stride(DataType::Float32, [ROWS, 1, 1, payload], payload + 36)?;
         let mut rig = Rig::new(setup.client()?, &gpu, &Spec::of(layout, COUNTS_MAX))?;
@@ -92,11 +92,12 @@ pub(crate) fn every_count(setup: &Setup) -> Result<String> {
             for direction in Direction::ALL {
                 copies += 1;
                 let rows = distinct(&mut random, ROWS, count);
-                let indices = match copies % 2 {
+                let turn = usize::try_from(count)? + at;
+                let indices = match (turn + usize::from(direction == Direction::Gather)) % 2 {
                     0 => Indices::Int32(narrow(&rows)),
                     _ => Indices::Int64(rows),
                 };
-                let inputs = Inputs::ALL[usize::from(count % 3 == 0)];
+                let inputs = Inputs::ALL[usize::from(turn.is_multiple_of(3))];
                 rig.copy(direction, Target::Layer(0), &indices, None, inputs)?;
             }
         }

@@ -3,12 +3,13 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use statecopy_client::{DataType, Direction};
 use statecopy_kernels::cuda::Allocator;
 use statecopy_kernels::layout::CacheLayout;
 use statecopy_tests::Indices;
 
+use crate::known::Known;
 use crate::patience::eventually;
 use crate::rig::{Inputs, Rig, Spec, Target};
 use crate::setup::{Gpu, Setup};
@@ -83,6 +84,59 @@ fn killed(setup: &Setup, state: State) -> Result<String> {
         other.serves(5 + round)?;
     }
     Ok(format!("memory back after {} s; the other worker's copies were right", times.join(", ")))
+}
+
+pub(crate) fn faulted_worker(setup: &Setup) -> Result<String> {
+    let gpu = setup.gpu()?;
+    let mut other = rig(setup, &setup.socket, Allocator::Default)?;
+    other.serves(1)?;
+    let device = other.client.inspect()?.devices.into_iter().next().context("a device")?;
+    let free = steady(&gpu)?;
+    let worker = Worker::start(setup, State::Faulted)?;
+    for round in 0..20 {
+        other.serves(2 + round)?;
+    }
+    worker.kill()?;
+    eventually("the worker's memory is back", || {
+        Ok((gpu.free_bytes()? + SLACK_BYTES >= free).then_some(()))
+    })?;
+    other.serves(30)?;
+    let now = other.client.inspect()?.devices.into_iter().next().context("a device")?;
+    ensure!(
+        now.device_process_pid == device.device_process_pid,
+        "the device process was started {} times again",
+        now.restarts - device.restarts
+    );
+    Ok("the device process lives, and the other worker's copies were right".to_owned())
+}
+
+pub(crate) fn freed_under_the_daemon(setup: &Setup) -> Result<String> {
+    let gpu = setup.gpu()?;
+    let daemon = setup.own_daemon("freed")?;
+    let mut seen = Vec::new();
+    for how in [Allocator::Default, VIRTUAL] {
+        let mut other = rig(setup, daemon.socket(), Allocator::Default)?;
+        let mut careless = rig(setup, daemon.socket(), how)?;
+        other.serves(1)?;
+        careless.serves(1)?;
+        // Not released first, as the contract asks for.
+        careless.cache = Known::allocate(&gpu, 1, Allocator::Default, 8)?;
+        let indices = Indices::Int32(vec![5, 0, 1]);
+        let outcome =
+            careless.start(Direction::Scatter, Target::All, &indices, None, Inputs::Inline);
+        seen.push(match outcome {
+            Ok(_) => format!("{how:?}: still there"),
+            Err(error) => format!("{how:?}: {error:#}"),
+        });
+        eventually("the device serves", || Ok(daemon.device()?.ready.then_some(())))?;
+        // A copy of the other worker that ran beside it may be DEVICE_LOST; the next one is not.
+        if other.serves(2).is_err() {
+            eventually("the device serves", || Ok(daemon.device()?.ready.then_some(())))?;
+            other.serves(3)?;
+        }
+        drop(careless);
+    }
+    Ok(format!("{}; {} restarts", seen.join("; "), daemon.device()?.restarts))
 }
 
 /// Free memory, once it no longer grows.

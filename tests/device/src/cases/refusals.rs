@@ -138,6 +138,32 @@ pub(crate) fn freed(setup: &Setup) -> Result<String> {
     stranger.refused(announced, &pieces)
 }
 
+pub(crate) fn returning_handle(setup: &Setup) -> Result<String> {
+    let mut stranger = Stranger::open(setup)?;
+    let (memory, announced, mut pieces) = stranger.memory(Allocator::Default)?;
+    let first = stranger.offer(announced, &pieces)?;
+    let handle = value(&mut pieces[0])?.clone();
+    drop(memory);
+    // While the daemon still has the freed allocation mapped.
+    let (_other, announced, mut pieces) = stranger.memory(Allocator::Default)?;
+    let returned = *value(&mut pieces[0])? == handle;
+    let seen = if returned {
+        match stranger.offer(announced, &pieces) {
+            Ok(_) => bail!("the freed allocation was taken for the new one"),
+            Err(refusal) => refusal.to_string(),
+        }
+    } else {
+        let region =
+            stranger.offer(announced, &pieces).context("memory with a handle of its own")?;
+        stranger.session.release_region(region)?;
+        "the driver gave the new allocation a handle of its own".to_owned()
+    };
+    stranger.session.release_region(first)?;
+    let region = stranger.offer(announced, &pieces).context("after the release")?;
+    stranger.session.release_region(region)?;
+    Ok(seen)
+}
+
 pub(crate) fn wrong_descriptor(setup: &Setup) -> Result<String> {
     let mut stranger = Stranger::open(setup)?;
     let (_memory, announced, mut pieces) = stranger.memory(SHARED)?;
