@@ -303,9 +303,14 @@ impl Client {
         if self.shared.remove_user(key) {
             return Ok(());
         }
+        // Forgotten first: a session that is opened meanwhile need not have it, and could not have memory that is gone.
+        let was_on_record = self.shared.forget_region(key);
         let mut attempts = self.attempts("release region");
         loop {
             let link = attempts.link().await?;
+            if was_on_record && link.region(&region).is_err() {
+                return Ok(());
+            }
             let done = async {
                 let region_id = link.region(&region)?.0;
                 let session = Some(link.reference());
@@ -318,9 +323,6 @@ impl Client {
             match done.await {
                 Ok(()) => {
                     link.forget_region(key);
-                    self.shared.record(&link, |state| {
-                        state.regions.remove(&key);
-                    });
                     return Ok(());
                 }
                 Err(failure) => attempts.failed(&link, failure)?,

@@ -7,6 +7,9 @@
 //! Copies go over the session's ring, in memory shared with the daemon: in steady state without a system call. gRPC carries
 //! them where the daemon serves no ring, or where [`ConnectOptions::transport`] says so.
 //!
+//! Memory of a CUDA device comes from the worker's own allocator: [`Client::register_device_memory`] finds out how it can be
+//! shared and gives its place in a region, as a layer and a packed buffer want it.
+//!
 //! It runs no kernel and starts no process. Its invariant: whatever becomes of the daemon, the client holds the plain
 //! records (memory, regions, layers) from which a session is made anew, and a copy is repeated by itself only where
 //! nothing moved.

@@ -97,6 +97,11 @@ impl Shared {
         lock(&self.state).regions.values().filter_map(holds).collect()
     }
 
+    /// Forgets a region. Whether it was on record.
+    pub(crate) fn forget_region(&self, key: RegionKey) -> bool {
+        lock(&self.state).regions.remove(&key).is_some()
+    }
+
     /// One more user of a region of device memory.
     pub(crate) fn add_user(&self, region: &Region) {
         *lock(&self.state).users.entry(region.record.key).or_default() += 1;

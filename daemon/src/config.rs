@@ -55,7 +55,7 @@ settings! {
         /// Directory of the sockets and of the lock. Created with mode 0700 if missing.
         /// Default: $XDG_RUNTIME_DIR/statecopy, or /run/statecopy where that is not set.
         runtime_dir: PathBuf = PathBuf::from("/run/statecopy");
-        /// Devices to serve, each by its own device process: "host", "cuda:<ordinal>" or "cuda:<UUID>" (as nvidia-smi -L
+        /// Devices to serve, each by its own device process: "host", "cuda:ORDINAL" or "cuda:UUID" (as nvidia-smi -L
         /// prints it, with or without GPU- or MIG-). A session chooses among several by UUID.
         devices: Vec<DeviceName> = vec![DeviceName::Host];
         /// Address of /metrics, /healthz and /readyz; port 0 takes any free one; "off" serves no HTTP.

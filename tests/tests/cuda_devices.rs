@@ -67,7 +67,7 @@ fn a_device_that_cannot_serve_ends_the_start_and_says_what_is_missing() {
         (
             bed.daemon().setting("devices", "[\"cuda:all\"]"),
             78,
-            vec!["devices", "cuda:all", "cuda:<ordinal>"],
+            vec!["devices", "cuda:all", "cuda:ORDINAL"],
         ),
     ] {
         let (status, log) = refused(options);

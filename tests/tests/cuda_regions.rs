@@ -142,6 +142,31 @@ fn a_handle_that_comes_back_for_another_allocation_is_noticed() {
     client.register_device_memory(memory.address(), memory.bytes()).unwrap();
 }
 
+#[test]
+fn the_next_daemon_gets_the_same_memory_and_never_what_took_its_place() {
+    let bed = CudaBed::default();
+    let folder = tempfile::Builder::new().prefix("sc").tempdir().unwrap();
+    let start = || bed.daemon().runtime(&folder.path().join("run")).start();
+    for allocator in [Allocator::Default, PIECES] {
+        let daemon = start();
+        let memory = bed.allocate(4 * GRANULARITY_BYTES, allocator);
+        let mut worker = CudaWorker::register(&bed, bed.client(&daemon), memory);
+        let client = bed.client(&daemon);
+        let gone = bed.allocate(GRANULARITY_BYTES, allocator);
+        let at = client.register_device_memory(gone.address(), gone.bytes()).unwrap();
+        drop(daemon);
+        drop(gone);
+        let _in_its_place = bed.allocate(GRANULARITY_BYTES, allocator);
+        let daemon = start();
+        worker.copy_both_ways();
+        let refused = refusal(client.ping().unwrap_err());
+        assert_eq!(refused.code(), RefusalCode::HandleInvalid, "{refused}");
+        client.release_region(at.region).unwrap();
+        client.ping().unwrap();
+        assert!(daemon.inspect().sessions.iter().all(|session| session.regions.len() != 1));
+    }
+}
+
 /// A request by hand, over pieces of what the exporter gives.
 fn offered(
     bed: &CudaBed,

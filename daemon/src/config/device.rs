@@ -19,7 +19,7 @@ pub enum DeviceName {
 /// A text that names no device.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "\"{0}\" names no device: known are \"host\", \"cuda:<ordinal>\" and \"cuda:<UUID>\", as nvidia-smi -L prints both"
+    "\"{0}\" names no device: known are \"host\", \"cuda:ORDINAL\" and \"cuda:UUID\", as nvidia-smi -L prints both"
 )]
 pub struct UnknownDevice(String);
 
@@ -81,7 +81,7 @@ mod tests {
         for text in ["", "tpu", "cuda", "cuda:", "cuda:-1", "cuda:all", "host:0", "CUDA:0", "0"] {
             let error = text.parse::<DeviceName>().unwrap_err().to_string();
             assert!(error.starts_with(&format!("\"{text}\"")), "{error}");
-            assert!(error.contains("cuda:<UUID>"), "{error}");
+            assert!(error.contains("cuda:UUID"), "{error}");
         }
     }
 }

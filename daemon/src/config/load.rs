@@ -27,7 +27,7 @@ pub struct Flags {
     /// Directory of the sockets and of the lock
     #[arg(long, value_name = "DIR")]
     pub runtime_dir: Option<PathBuf>,
-    /// Serve this device: host, cuda:<ordinal> or cuda:<UUID>; may repeat
+    /// Serve this device: host, cuda:ORDINAL or cuda:UUID; may repeat
     #[arg(long = "device", value_name = "DEVICE")]
     pub devices: Vec<DeviceName>,
     /// Address of /metrics, /healthz and /readyz, or "off"
@@ -267,7 +267,7 @@ mod tests {
         }
         let (_directory, flags) = with_file("devices = [\"tpu\"]\n");
         let text = load(&flags, []).unwrap_err().to_string();
-        for part in ["statecopyd.toml", "devices", "tpu", "host", "cuda:<ordinal>"] {
+        for part in ["statecopyd.toml", "devices", "tpu", "host", "cuda:ORDINAL"] {
             assert!(text.contains(part), "{text}");
         }
     }
