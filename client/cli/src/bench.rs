@@ -3,6 +3,7 @@
 //! Paired (contract: Performance method): this process is the one worker. In every trial it calls every path once, with the
 //! same inputs and the same allocation, in an order of its own; one path is measured twice under two labels.
 
+mod extras;
 mod footprint;
 mod machine;
 mod memory;
@@ -11,6 +12,7 @@ pub(crate) mod peer;
 mod plan;
 mod record;
 mod report;
+mod rival;
 mod statistics;
 mod target;
 mod trial;
@@ -31,12 +33,14 @@ use statecopy_kernels::device::Device as _;
 use statecopy_kernels::guard::ServingGuard;
 use statecopyd::config::{self, DeviceName, Flags, Settings};
 
-use self::machine::{CpuPair, DeviceFacts, Machine, Thread, load_average, pin_to};
+use self::extras::Extra;
+use self::machine::{CpuPair, DeviceFacts, Machine, Pinned, Thread, load_average};
 use self::memory::BenchMemory;
 use self::paths::{Daemon, InProcess, SELECTED_MAX};
 use self::peer::Peer;
 use self::plan::{Case, Kind};
 use self::record::{CaseRecord, FORMAT, Output, Record, RunSettings, Source};
+use self::rival::Rival;
 use self::target::{Cuda, Host, Target};
 use self::trial::Bench;
 use crate::ask::{ADMIN_TIMEOUT, compiles_while_serving};
@@ -65,9 +69,18 @@ fn measure(options: &BenchRunOptions) -> anyhow::Result<ExitCode> {
         DeviceName::Host => Kind::Host,
         DeviceName::Cuda(_) => Kind::Cuda,
     };
-    let cases = Case::chosen(kind, &options.cases);
-    if cases.is_empty() {
-        let names: Vec<String> = Case::all(kind).into_iter().map(Case::name).collect();
+    let rival = options.rival.is_some();
+    if rival && kind == Kind::Host {
+        return Err(Failure::usage("The host has no rival", "Name a --device.").into());
+    }
+    let cases = Case::chosen(kind, &options.cases).into_iter();
+    let cases: Vec<Case> = cases.map(|case| Case { rival, ..case }).collect();
+    let extras = Extra::chosen(kind, rival, &options.cases);
+    if cases.is_empty() && extras.is_empty() {
+        let mut names: Vec<String> = Case::all(kind).into_iter().map(Case::name).collect();
+        names.extend(
+            Extra::chosen(kind, rival, &[]).into_iter().map(|extra| extra.name().to_owned()),
+        );
         let remedy = format!("Name a part of: {}", names.join(", "));
         return Err(Failure::usage("No case has such a name", remedy).into());
     }
@@ -88,11 +101,21 @@ fn measure(options: &BenchRunOptions) -> anyhow::Result<ExitCode> {
     match options.device {
         DeviceName::Host => {
             let host = Host::open(copy_threads, &guard)?;
-            measure_on(&host, &guard, &cases, options, cpus, &mut record)?;
+            record.device = Some(DeviceFacts::of(host.device()));
+            measure_on(&host, &guard, &cases, options, None, &mut record)?;
         }
         DeviceName::Cuda(selector) => {
             let cuda = Cuda::open(selector, &daemon_defaults()?, SELECTED_MAX, &guard)?;
-            measure_on(&cuda, &guard, &cases, options, cpus, &mut record)?;
+            record.device = Some(DeviceFacts::of(cuda.device()));
+            let cpu = record.pinning.map(|cpus| cpus.worker);
+            let rival = options.rival.as_deref().map(|command| Rival::start(command, cpu));
+            let rival = rival.transpose()?;
+            record.rival = rival.as_ref().map(|rival| rival.facts().clone());
+            let rival = match cases.is_empty() {
+                true => rival,
+                false => measure_on(&cuda, &guard, &cases, options, rival, &mut record)?,
+            };
+            extras::measure(&cuda, &extras, options, rival, &mut record)?;
         }
     }
     record.took_s = start.elapsed().as_secs();
@@ -107,15 +130,15 @@ fn measure_on<T: Target>(
     guard: &Arc<ServingGuard>,
     cases: &[Case],
     options: &BenchRunOptions,
-    cpus: CpuPair,
+    rival: Option<Rival>,
     record: &mut Record,
-) -> anyhow::Result<()> {
-    record.device = Some(DeviceFacts::of(target.device()));
+) -> anyhow::Result<Option<Rival>> {
     // The daemon and the ping-pong's other side inherit this process's CPUs: they start before it stays on one of them.
     let daemon = match &options.address {
         Some(address) => DaemonInUse::Given(address.clone()),
         None => DaemonInUse::Own(OwnDaemon::start_with(&variables(&record.settings))?),
     };
+    let cpus = record.pinning.map_or_else(CpuPair::choose, Ok)?;
     let peer = Peer::start(cpus.executor)?;
     let admin = Admin::connect(daemon.address().clone(), ADMIN_TIMEOUT)?;
     let uuid = target.device().description().uuid;
@@ -133,6 +156,7 @@ fn measure_on<T: Target>(
         memory,
         peer,
         executor,
+        rival,
     };
     run_cases(&mut bench, cases, &admin, record)?;
     bench.ring.close()?;
@@ -140,7 +164,8 @@ fn measure_on<T: Target>(
     if let Some(facts) = &mut record.device {
         facts.look(&uuid);
     }
-    daemon.release()
+    daemon.release()?;
+    Ok(bench.rival)
 }
 
 fn run_cases<T: Target>(
@@ -150,9 +175,7 @@ fn run_cases<T: Target>(
     record: &mut Record,
 ) -> anyhow::Result<()> {
     // Now, and not before: where one CPU may be used a client that connects decides never to spin.
-    if let Some(cpus) = record.pinning {
-        pin_to(cpus.worker)?;
-    }
+    let _pinned = record.pinning.map(|cpus| Pinned::to(cpus.worker)).transpose()?;
     let bar = terminal::progress(cases.len() as u64 * bench.trials, "trials", false);
     for case in cases {
         bar.set_message(case.name());
@@ -188,7 +211,7 @@ fn empty_record(
 ) -> anyhow::Result<Record> {
     let executable = fs::read("/proc/self/exe").context("This program")?;
     let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).context("The clock")?;
-    let [modes, paths] = Record::meanings();
+    let [modes, paths] = Record::meanings(options.rival.is_some());
     Ok(Record {
         format: FORMAT,
         medians_us: BTreeMap::new(),
@@ -204,6 +227,7 @@ fn empty_record(
         },
         machine: Machine::look()?,
         device: None,
+        rival: None,
         pinning: (!options.all_cores).then_some(cpus),
         settings: RunSettings {
             copy_threads: copy_threads.get(),
@@ -233,6 +257,8 @@ fn empty_record(
         modes,
         paths,
         samples_us: BTreeMap::new(),
+        kernels: None,
+        extras: None,
     })
 }
 

@@ -237,6 +237,10 @@ pub(crate) struct BenchRunOptions {
     /// How often every path of every case is measured
     #[arg(long, value_name = "N", default_value_t = 200, value_parser = clap::value_parser!(u64).range(1..=100_000))]
     pub(crate) trials: u64,
+    /// Who makes the same copies in another way, a program and its arguments, for a GPU: as in
+    /// 'python3 tests/device/triton_rival.py'
+    #[arg(long, value_name = "COMMAND")]
+    pub(crate) rival: Option<String>,
     /// The device to measure: host, `cuda:<ordinal>` or `cuda:<UUID>`. Drivers, compiler and stores of kernels are those of the
     /// daemon's settings (STATECOPY_ARTIFACT_STORE, STATECOPY_CUDA__NVRTC_DIRECTORY and their like)
     #[arg(long, default_value_t = DeviceName::Host)]

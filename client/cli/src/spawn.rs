@@ -2,8 +2,9 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
-use std::io::Read;
+use std::io::{self, Read, Write};
 use std::iter;
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::thread;
@@ -24,6 +25,8 @@ const START_MAX: Duration = Duration::from_secs(20);
 const STOP_MAX: Duration = Duration::from_secs(20);
 /// Between two looks at a process.
 const POLL: Duration = Duration::from_millis(5);
+/// The same where the time counts.
+const READY_POLL: Duration = Duration::from_millis(1);
 /// How much of the daemon's log a failure shows.
 const LOG_LINES: usize = 10;
 
@@ -83,6 +86,30 @@ impl OwnDaemon {
     /// # Errors
     /// As [`OwnDaemon::start`].
     pub(crate) fn start_with<S: AsRef<OsStr>>(settings: &[(S, S)]) -> anyhow::Result<Self> {
+        let mut daemon = Self::spawn(settings, "off")?;
+        daemon.wait_until_ready()?;
+        Ok(daemon)
+    }
+
+    /// The same, and how long it took from exec to the first 200 of /readyz.
+    ///
+    /// # Errors
+    /// As [`OwnDaemon::start`].
+    pub(crate) fn time_to_ready<S: AsRef<OsStr>>(
+        settings: &[(S, S)],
+    ) -> anyhow::Result<(Self, Duration)> {
+        let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr());
+        let http = free.context("A free port")?;
+        let start = Instant::now();
+        let mut daemon = Self::spawn(settings, &http.to_string())?;
+        while !is_ready(http) {
+            daemon.check_alive(start + START_MAX)?;
+            thread::sleep(READY_POLL);
+        }
+        Ok((daemon, start.elapsed()))
+    }
+
+    fn spawn<S: AsRef<OsStr>>(settings: &[(S, S)], http_address: &str) -> anyhow::Result<Self> {
         let directory = tempfile::Builder::new().prefix("statecopy-").tempdir();
         let directory = directory.context("A temporary runtime directory")?;
         let address = Address::in_directory(directory.path().join("run"));
@@ -91,7 +118,7 @@ impl OwnDaemon {
         let child = again(DAEMON)
             .arg("--directory")
             .arg(directory.path())
-            .args(["serve", "--http-address", "off", "--log-level", "warn", "--runtime-dir"])
+            .args(["serve", "--http-address", http_address, "--log-level", "warn", "--runtime-dir"])
             .arg(directory.path().join("run"))
             .envs(settings.iter().map(|(name, value)| (name, value)))
             .stdout(Stdio::null())
@@ -100,9 +127,7 @@ impl OwnDaemon {
             .process_group(0)
             .spawn()
             .context("Starting the daemon")?;
-        let mut daemon = Self { child, address, directory };
-        daemon.wait_until_ready()?;
-        Ok(daemon)
+        Ok(Self { child, address, directory })
     }
 
     /// Where it listens.
@@ -127,13 +152,7 @@ impl OwnDaemon {
     fn wait_until_ready(&mut self) -> anyhow::Result<()> {
         let deadline = Instant::now() + START_MAX;
         loop {
-            if let Some(status) = self.child.try_wait().context("Looking at the daemon")? {
-                return Err(self.failure(&format!("The daemon ended with {status}")).into());
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(self.failure("The daemon does not get ready").into());
-            }
+            let left = self.check_alive(deadline)?;
             if Admin::connect(self.address.clone(), left)
                 .and_then(|admin| admin.inspect())
                 .is_ok_and(|reply| reply.ready)
@@ -142,6 +161,18 @@ impl OwnDaemon {
             }
             thread::sleep(POLL);
         }
+    }
+
+    /// How long there is left for it to get ready.
+    fn check_alive(&mut self, deadline: Instant) -> anyhow::Result<Duration> {
+        if let Some(status) = self.child.try_wait().context("Looking at the daemon")? {
+            return Err(self.failure(&format!("The daemon ended with {status}")).into());
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(self.failure("The daemon does not get ready").into());
+        }
+        Ok(left)
     }
 
     fn failure(&self, what: &str) -> Failure {
@@ -207,6 +238,20 @@ impl DaemonInUse {
             Self::Own(daemon) => daemon.stop(),
         }
     }
+}
+
+/// Whether /readyz answers 200.
+fn is_ready(http: SocketAddr) -> bool {
+    let ask = || -> io::Result<[u8; 12]> {
+        let mut stream = TcpStream::connect(http)?;
+        stream.set_read_timeout(Some(START_MAX))?;
+        stream
+            .write_all(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")?;
+        let mut status = [0; 12];
+        stream.read_exact(&mut status)?;
+        Ok(status)
+    };
+    ask().is_ok_and(|status| status.ends_with(b" 200"))
 }
 
 fn wait_within(child: &mut Child, time: Duration) -> anyhow::Result<Option<ExitStatus>> {

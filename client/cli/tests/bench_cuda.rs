@@ -57,6 +57,70 @@ fn a_run_on_a_gpu_measures_every_path_and_names_the_device() {
     assert!(table.contains("kimi-k3-tp8/s1/scatter: ring / inproc"), "{table}");
 }
 
+/// A rival that says what it was asked, and nothing true.
+const RIVAL: &str = r#"
+import json, sys
+print(json.dumps({"facts": {"name": "a stand-in"}}), flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    times = {"own": [2.0], "control": [2.0], "triton": [1.0]}
+    kernels = {"calls": request.get("calls", 0), "graph_us": {"8": times}, "memcpy_bytes": 1, "memcpy_us": [1.0]}
+    if request["ask"] == "kernels":
+        code = open(request["code"], "rb").read()
+        assert code.startswith(b"\x7fELF") and ["shape", 0, 4] in request["arguments"], request
+    answers = {"prepare": {}, "time": {"us": 1e6}, "kernels": {"kernels": kernels}}
+    if request["ask"] == "time":
+        assert not set(request["before"]) & set(request["rows"]), request
+    print(json.dumps(answers[request["ask"]]), flush=True)
+"#;
+
+#[test]
+fn a_rival_is_measured_beside_the_daemon_and_reported_with_what_was_seen_beside() {
+    let stub = Stub::create().unwrap();
+    let file = stub.directory().join("run.json");
+    let program = stub.directory().join("rival.py");
+    fs::write(&program, RIVAL).unwrap();
+    let rival = format!("python3 {}", program.display());
+    let output = file.to_str().unwrap();
+    let chosen = ["--cases", "24576/s1/,two_workers,start,kernels,register"];
+    let small = ["--device", "cuda:0", "--cache-rows", "9", "--trials", "1", "--rival", &rival];
+    let ran = bench(&stub, &[&["--output", output], &chosen[..], &small].concat());
+    assert!(ran.status.success(), "{ran:?}");
+
+    let record: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    assert_eq!(record["rival"]["name"], "a stand-in");
+    assert_eq!(record["kernels"]["calls"], 100);
+    for path in ["triton", "triton_preallocated", "triton_jit", "torch_index"] {
+        assert_eq!(record["medians_us"]["24576/s1/gather"]["wall"][path], 1e6, "{path}");
+    }
+    let extras = &record["extras"];
+    for times in ["start_ms", "register_filled_ms"] {
+        assert_eq!(extras[times].as_array().unwrap().len(), 5, "{times}");
+    }
+    let small = extras["two_workers"]["small_beside_us"].as_array().unwrap();
+    assert_eq!(small.len(), extras["two_workers"]["small_alone_us"].as_array().unwrap().len());
+    let table = String::from_utf8(ran.stdout).unwrap();
+    for text in ["TRITON JIT", "S=8: own / triton", "exec to /readyz", "launches waited for"] {
+        assert!(table.contains(text), "{text} is missing in:\n{table}");
+    }
+}
+
+#[test]
+fn a_rival_that_fails_is_an_error_and_leaves_no_file() {
+    let stub = Stub::create().unwrap();
+    let file = stub.directory().join("run.json");
+    let program = stub.directory().join("rival.py");
+    fs::write(&program, "print('{\"facts\": {}}'); input(); print('{\"error\": \"no torch\"}')")
+        .unwrap();
+    let rival = format!("python3 -u {}", program.display());
+    let few = ["--cases", "24576/s1/gather", "--cache-rows", "9", "--device", "cuda:0"];
+    let arguments = [&["--output", file.to_str().unwrap(), "--rival", &rival], &few[..]].concat();
+    let failed = bench(&stub, &arguments);
+    assert_eq!(failed.status.code(), Some(3), "{failed:?}");
+    assert!(String::from_utf8_lossy(&failed.stderr).contains("no torch"), "{failed:?}");
+    assert!(!file.exists());
+}
+
 #[test]
 fn a_case_that_selects_more_rows_than_there_are_is_wrong_usage() {
     let stub = Stub::create().unwrap();

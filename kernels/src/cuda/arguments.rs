@@ -48,8 +48,8 @@ macro_rules! arguments {
             $($(#[$doc])* pub $name: $type,)*
         }
 
-        /// Name, offset and size of every field.
-        const FIELDS: &[(&str, usize, usize)] =
+        /// Name, offset and size of every field, for whoever fills the parameter in another language.
+        pub const FIELDS: &[(&str, usize, usize)] =
             &[$((stringify!($name), offset_of!(Arguments, $name), size_of::<$type>()),)*];
     };
 }

@@ -175,6 +175,31 @@ pub(super) fn pin_to(cpu: usize) -> anyhow::Result<()> {
     sched_setaffinity(None, &set).with_context(|| format!("Staying on CPU {cpu}"))
 }
 
+/// The calling thread stays on one CPU until this is dropped.
+#[derive(Debug)]
+pub(super) struct Pinned {
+    before: CpuSet,
+}
+
+impl Pinned {
+    /// Moves it there.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub(super) fn to(cpu: usize) -> anyhow::Result<Self> {
+        let before = sched_getaffinity(None).context("The CPUs of this thread")?;
+        pin_to(cpu)?;
+        Ok(Self { before })
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        // It was allowed there before.
+        let _moved = sched_setaffinity(None, &self.before);
+    }
+}
+
 fn cpus_allowed() -> anyhow::Result<Vec<usize>> {
     let allowed = sched_getaffinity(None).context("The CPUs of this process")?;
     Ok((0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).collect())

@@ -28,6 +28,14 @@ pub(super) enum Path {
     PingpongFutex,
     /// One memcpy of as many bytes between two private buffers.
     Memcpy,
+    /// The rival's Triton kernel by its compiled launcher.
+    Triton,
+    /// The same into a buffer that was there before.
+    TritonPreallocated,
+    /// The same by the kernel's usual entry.
+    TritonJit,
+    /// Indexing by torch.
+    TorchIndex,
 }
 
 impl Path {
@@ -40,8 +48,11 @@ impl Path {
         Self::Grpc,
         Self::Control,
     ];
+    /// Paths of the rival, for cases of one layer.
+    pub(super) const RIVALS: [Self; 4] =
+        [Self::Triton, Self::TritonPreallocated, Self::TritonJit, Self::TorchIndex];
     /// Every label, in the order of the record.
-    pub(super) const ALL: [Self; 9] = [
+    pub(super) const ALL: [Self; 13] = [
         Self::Inproc,
         Self::InprocPreallocated,
         Self::InprocNocheck,
@@ -51,6 +62,10 @@ impl Path {
         Self::PingpongSpin,
         Self::PingpongFutex,
         Self::Memcpy,
+        Self::Triton,
+        Self::TritonPreallocated,
+        Self::TritonJit,
+        Self::TorchIndex,
     ];
 
     /// The name in the record.
@@ -65,6 +80,10 @@ impl Path {
             Self::PingpongSpin => "pingpong_spin",
             Self::PingpongFutex => "pingpong_futex",
             Self::Memcpy => "memcpy",
+            Self::Triton => "triton",
+            Self::TritonPreallocated => "triton_preallocated",
+            Self::TritonJit => "triton_jit",
+            Self::TorchIndex => "torch_index",
         }
     }
 
@@ -89,12 +108,26 @@ impl Path {
             Self::Memcpy => {
                 "one memcpy of the same number of bytes between two private buffers in the worker"
             }
+            Self::Triton => {
+                "a Triton kernel by its compiled launcher from Python, and torch.cuda.synchronize; the output allocated by \
+                 torch in the interval, indices and flags on the device before it"
+            }
+            Self::TritonPreallocated => "triton into packed memory taken before the interval",
+            Self::TritonJit => "triton by the kernel's usual entry",
+            Self::TorchIndex => {
+                "indexing by torch, masked where there are flags, and torch.cuda.synchronize"
+            }
         }
     }
 
     /// Whether the daemon copies.
     pub(super) fn is_daemon(self) -> bool {
         matches!(self, Self::Ring | Self::Grpc | Self::Control)
+    }
+
+    /// Whether the rival copies, which also checks its bytes.
+    pub(super) fn is_rival(self) -> bool {
+        Self::RIVALS.contains(&self)
     }
 
     /// Whether it is no copy but something to compare copies with.
@@ -216,6 +249,8 @@ pub(super) struct Case {
     pub(super) kind: Kind,
     /// What it asks for.
     pub(super) work: Work,
+    /// Whether a rival copies too.
+    pub(super) rival: bool,
 }
 
 /// Layers of one layout, in memory of their own.
@@ -273,7 +308,7 @@ impl Case {
         if kind == Kind::Host {
             cases.push(Work::Memcpy);
         }
-        cases.into_iter().map(|work| Self { kind, work }).collect()
+        cases.into_iter().map(|work| Self { kind, work, rival: false }).collect()
     }
 
     /// Those whose name holds one of the parts; all of them without parts.
@@ -376,6 +411,9 @@ impl Case {
                 if self.compares_with_pingpong() {
                     all.push((Mode::Wall, Path::PingpongSpin));
                 }
+                if self.compares_with_rival() {
+                    all.extend(Path::RIVALS.map(|path| (Mode::Wall, path)));
+                }
                 all
             }
         }
@@ -386,7 +424,7 @@ impl Case {
         let mut checked = self.measurements();
         checked.retain(|(mode, path)| {
             let differs = matches!(path, Path::Ring | Path::Control);
-            !path.is_reference() && (*mode == Mode::Wall || differs)
+            !path.is_reference() && !path.is_rival() && (*mode == Mode::Wall || differs)
         });
         checked
     }
@@ -425,6 +463,11 @@ impl Case {
     fn random(self, seed: u64, trial: u64, purpose: u64) -> Random {
         let name = self.name().bytes().fold(seed, |state, byte| mix(state ^ u64::from(byte)));
         Random::new(mix(name.wrapping_add(trial)) ^ purpose)
+    }
+
+    /// Whether the rival measures it.
+    pub(super) fn compares_with_rival(self) -> bool {
+        self.rival && matches!(self.work, Work::Copy { .. })
     }
 
     fn compares_with_pingpong(self) -> bool {

@@ -8,9 +8,11 @@ use std::path::{Path as FilePath, PathBuf};
 use anyhow::Context;
 use serde::{Deserialize, Serialize};
 
+use super::extras::Extras;
 use super::footprint::Footprint;
 use super::machine::{CpuPair, DeviceFacts, Machine};
 use super::plan::{Case, Kind, Mode, Path};
+use super::rival::KernelTimes;
 use super::statistics::{median, to_nanoseconds};
 use super::trial::Samples;
 use crate::failure::Failure;
@@ -45,6 +47,9 @@ pub(super) struct Record {
     pub(super) device: Option<DeviceFacts>,
     /// On which CPUs; `None`: wherever the kernel put them.
     pub(super) pinning: Option<CpuPair>,
+    /// What the rival says of itself.
+    #[serde(default)]
+    pub(super) rival: Option<BTreeMap<String, String>>,
     /// How.
     pub(super) settings: RunSettings,
     /// What an idle daemon costs; `None` with a daemon of somebody else.
@@ -59,6 +64,12 @@ pub(super) struct Record {
     pub(super) paths: BTreeMap<String, String>,
     /// Every sample in microseconds, in the order of the trials.
     pub(super) samples_us: ByPath<Vec<f64>>,
+    /// What a GPU was asked beside.
+    #[serde(default)]
+    pub(super) extras: Option<Extras>,
+    /// Time on the device, by the rival.
+    #[serde(default)]
+    pub(super) kernels: Option<KernelTimes>,
 }
 
 /// What ran.
@@ -145,10 +156,11 @@ impl Record {
     }
 
     /// What modes and paths mean, for whoever reads the file alone.
-    pub(super) fn meanings() -> [BTreeMap<String, String>; 2] {
+    pub(super) fn meanings(rival: bool) -> [BTreeMap<String, String>; 2] {
         let modes = Mode::ALL.map(|mode| (mode.label().to_owned(), mode.meaning().to_owned()));
-        let paths = Path::ALL.map(|path| (path.label().to_owned(), path.meaning().to_owned()));
-        [modes.into_iter().collect(), paths.into_iter().collect()]
+        let paths = Path::ALL.into_iter().filter(|path| rival || !path.is_rival());
+        let paths = paths.map(|path| (path.label().to_owned(), path.meaning().to_owned()));
+        [modes.into_iter().collect(), paths.collect()]
     }
 
     /// What was measured.

@@ -33,6 +33,7 @@ pub(super) fn table(record: &Record) -> String {
     let mut text = conditions(record);
     text.push_str("\nWall, median in microseconds\n");
     text.push_str(&walls(record));
+    text.push_str(&rivals(record));
     text.push_str("\nHost enqueue, median in microseconds\n");
     text.push_str(&enqueues(record));
     text.push_str(&references(record));
@@ -109,6 +110,37 @@ fn walls(record: &Record) -> String {
         ]);
     }
     table.render()
+}
+
+/// The other ways to make the same copies, where there was a rival.
+fn rivals(record: &Record) -> String {
+    let Some(facts) = &record.rival else { return String::new() };
+    let told: Vec<String> = facts.iter().map(|(name, value)| format!("{name} {value}")).collect();
+    let mut table = Table::new([
+        "CASE",
+        "RING",
+        "TRITON",
+        "TRITON PREALLOCATED",
+        "TRITON JIT",
+        "TORCH INDEX",
+        "RING/TRITON",
+    ]);
+    for case in &record.cases {
+        let median = |path| record.median_us(&case.name, Mode::Wall, path);
+        if let (Some(ring), Some(triton)) = (median(Path::Ring), median(Path::Triton)) {
+            let cell = |path| microseconds(median(path));
+            table.row([
+                case.name.clone(),
+                cell(Path::Ring),
+                cell(Path::Triton),
+                cell(Path::TritonPreallocated),
+                cell(Path::TritonJit),
+                cell(Path::TorchIndex),
+                format!("{:.3}", ring / triton),
+            ]);
+        }
+    }
+    format!("\nThe rival ({}), wall, median in microseconds\n{}", told.join(", "), table.render())
 }
 
 fn enqueues(record: &Record) -> String {

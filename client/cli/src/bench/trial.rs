@@ -13,6 +13,7 @@ use super::memory::{BenchMemory, Packed, Pool};
 use super::paths::{Call, Daemon, InProcess};
 use super::peer::{Game, Peer};
 use super::plan::{Case, Measurement, Mode, Operation, Path, Turn, Work};
+use super::rival::Rival;
 use super::statistics::to_nanoseconds;
 use super::target::Target;
 
@@ -20,6 +21,9 @@ use super::target::Target;
 const WARM_UP_TRIALS: u64 = 3;
 /// Turns of a spinning ping-pong before the one that counts.
 const WARM_UP_TURNS: u32 = 16;
+
+/// The call that is checked.
+const FIRST: Turn = Turn { trial: 0, place: 0, timed: true };
 
 /// Samples in microseconds, one a trial.
 pub(super) type Samples = BTreeMap<Measurement, Vec<f64>>;
@@ -42,6 +46,8 @@ pub(super) struct Bench<T: Target> {
     pub(super) peer: Peer,
     /// The daemon's executor.
     pub(super) executor: Thread,
+    /// Who copies in another way; there is one where a case asks for it.
+    pub(super) rival: Option<Rival>,
 }
 
 /// The inputs of one call.
@@ -85,6 +91,12 @@ impl<T: Target> Bench<T> {
     pub(super) fn run(&mut self, case: Case, mut each: impl FnMut()) -> anyhow::Result<Samples> {
         let pool = self.memory.pool(case);
         self.check(case, &pool)?;
+        if case.compares_with_rival() {
+            let rows = self.inputs(case, FIRST)?.indices;
+            let cache_rows = self.memory.cache(case)?.1.layout.rows();
+            let prepared = self.rival()?.prepare(case, cache_rows, &rows);
+            prepared.with_context(|| case.name())?;
+        }
         let mut buffers = buffers(case)?;
         let mut samples = Samples::new();
         for trial in 0..WARM_UP_TRIALS + self.trials {
@@ -115,7 +127,7 @@ impl<T: Target> Bench<T> {
 
     /// Every path once, from the same state, against the reference.
     fn check(&mut self, case: Case, pool: &Pool) -> anyhow::Result<()> {
-        let inputs = self.inputs(case, Turn { trial: 0, place: 0, timed: true })?;
+        let inputs = self.inputs(case, FIRST)?;
         let flags = inputs.flags.as_deref();
         let expected = self.memory.expect(case, &inputs.indices, flags)?;
         self.memory.restore(case)?;
@@ -144,6 +156,9 @@ impl<T: Target> Bench<T> {
             Path::PingpongSpin => self.spin_round(),
             Path::PingpongFutex => self.futex_round(),
             Path::Memcpy => Ok(memcpy(buffers)),
+            Path::Triton | Path::TritonPreallocated | Path::TritonJit | Path::TorchIndex => {
+                self.rival()?.time(case, path, &before.indices, &timed.indices)
+            }
             Path::Inproc
             | Path::InprocPreallocated
             | Path::InprocNocheck
@@ -219,9 +234,7 @@ impl<T: Target> Bench<T> {
                 return Ok(Started::InFlight(self.ring.submit(call)?));
             }
             (Path::Grpc, _) => self.grpc.copy(call)?,
-            (Path::PingpongSpin | Path::PingpongFutex | Path::Memcpy, _) => {
-                anyhow::bail!("A reference copies no rows")
-            }
+            _ => anyhow::bail!("A reference copies no rows, and a rival by itself"),
         };
         if path.is_daemon() {
             return Ok(Started::Done(moved));
@@ -245,6 +258,10 @@ impl<T: Target> Bench<T> {
             }
             Started::InFlight(copy) => Ok(copy.wait()?),
         }
+    }
+
+    fn rival(&mut self) -> anyhow::Result<&mut Rival> {
+        self.rival.as_mut().context("There is no rival")
     }
 
     fn spin_round(&mut self) -> anyhow::Result<Duration> {

@@ -32,7 +32,7 @@ fn rows_have_the_sizes_that_their_names_say_and_caches_hold_what_is_selected() {
     for case in all() {
         assert!(case.selected() <= case.cache().rows, "{}", case.name());
     }
-    let memcpy = Case { kind: Kind::Host, work: Work::Memcpy };
+    let memcpy = Case { kind: Kind::Host, work: Work::Memcpy, rival: false };
     assert!(memcpy.packed_bytes() >= 64 << 20);
 }
 
@@ -64,7 +64,7 @@ fn every_path_that_copies_is_checked_before_it_is_timed() {
 
 #[test]
 fn each_trial_has_an_order_of_its_own_which_the_seed_alone_decides() {
-    let case = Case { kind: Kind::Host, work: Work::Empty };
+    let case = Case { kind: Kind::Host, work: Work::Empty, rival: false };
     let sorted = |mut order: Vec<Measurement>| {
         order.sort_unstable();
         order
@@ -83,7 +83,7 @@ fn each_trial_has_an_order_of_its_own_which_the_seed_alone_decides() {
 
 #[test]
 fn every_path_takes_every_place_in_the_order_about_equally_often() {
-    let case = Case { kind: Kind::Host, work: Work::Empty };
+    let case = Case { kind: Kind::Host, work: Work::Empty, rival: false };
     let count = case.measurements().len();
     let mut first = 0;
     for trial in 0..1300 {
@@ -129,6 +129,18 @@ fn a_gpu_walks_through_more_memory_than_its_cache_holds() {
         assert!(bytes >= 96 << 20, "{}", case.name());
         let packed = case.packed_bytes() * case.buffers();
         assert!(packed >= ROTATED_BYTES.min(64 * case.packed_bytes()), "{}", case.name());
+    }
+}
+
+#[test]
+fn a_rival_measures_the_cases_of_one_layer_and_checks_its_own_bytes() {
+    for case in Case::all(Kind::Cuda).into_iter().map(|case| Case { rival: true, ..case }) {
+        let rivals = |measured: Vec<Measurement>| {
+            measured.into_iter().filter(|(_, path)| path.is_rival()).count()
+        };
+        let expected = if matches!(case.work, Work::Copy { .. }) { Path::RIVALS.len() } else { 0 };
+        assert_eq!(rivals(case.measurements()), expected, "{}", case.name());
+        assert_eq!(rivals(case.checked()), 0, "{}", case.name());
     }
 }
 

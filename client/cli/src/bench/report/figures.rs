@@ -1,5 +1,7 @@
 //! The figures that a run is held against. Each is taken from one case, one mode and one file.
 
+mod cuda;
+
 use super::super::plan::{Case, Kind, Mode, Operation, Path, Work};
 use super::super::record::Record;
 use crate::workload::preset::Preset;
@@ -80,6 +82,7 @@ pub(super) fn figures(record: &Record) -> Vec<Figure> {
         figures.extend(over_pingpongs(record, case));
     }
     figures.extend(footprint(record));
+    figures.extend(cuda::figures(record));
     figures
 }
 
@@ -87,12 +90,18 @@ pub(super) fn figures(record: &Record) -> Vec<Figure> {
 fn of_case(case: Case) -> Vec<(Path, Path, Limit)> {
     let over_inproc = |bound| vec![(Path::Ring, Path::Inproc, Limit::AtMost(bound))];
     if case.kind == Kind::Cuda {
-        return match case.work {
-            Work::Copy { preset: Preset::KimiK3Tp8, selected: 1, .. } => over_inproc(1.25),
-            Work::Copy { preset: Preset::KimiK3Tp8, selected: 8, .. } => over_inproc(1.15),
-            Work::Copy { preset: Preset::KimiK3Tp8, selected: 64, .. } => over_inproc(1.05),
-            _ => Vec::new(),
+        let Work::Copy { preset: Preset::KimiK3Tp8, selected, .. } = case.work else {
+            return Vec::new();
         };
+        let (inproc, triton) = match selected {
+            1 => (1.25, 0.6),
+            8 => (1.15, 0.5),
+            64 => (1.05, 0.8),
+            _ => return Vec::new(),
+        };
+        let mut limits = over_inproc(inproc);
+        limits.push((Path::Ring, Path::Triton, Limit::AtMost(triton)));
+        return limits;
     }
     match case.work {
         Work::Empty => vec![
@@ -163,13 +172,13 @@ mod tests {
     fn every_figure_is_taken_from_intervals_that_its_case_measures() {
         let mut count = 0;
         for case in [Kind::Host, Kind::Cuda].into_iter().flat_map(Case::all) {
-            let measured = case.measurements();
+            let measured = Case { rival: case.kind == Kind::Cuda, ..case }.measurements();
             for (above, below, _) in of_case(case) {
                 assert!(measured.contains(&(Mode::Wall, above)), "{} {above:?}", case.name());
                 assert!(measured.contains(&(Mode::Wall, below)), "{} {below:?}", case.name());
                 count += 1;
             }
         }
-        assert_eq!(count, 2 + 1 + 1 + 1 + 9 + 3 + 3 * 3);
+        assert_eq!(count, 2 + 1 + 1 + 1 + 9 + 3 + 3 * 3 * 2);
     }
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use statecopy_client::blocking::Client;
 use statecopy_client::{Error, Slice, Use};
+use statecopy_kernels::cuda::class::CudaClass;
 use statecopy_kernels::cuda::compile::Compiler;
 use statecopy_kernels::cuda::store::{Artifacts, Store};
 use statecopy_kernels::cuda::{
@@ -11,6 +12,7 @@ use statecopy_kernels::cuda::{
 };
 use statecopy_kernels::device::{Device as _, Launch, Moved, Region as _};
 use statecopy_kernels::guard::ServingGuard;
+use statecopy_kernels::plan::KernelClass;
 use statecopy_proto::Refusal;
 use statecopyd::config::Settings;
 
@@ -23,6 +25,7 @@ const GRANULE_BYTES: u64 = 2 << 20;
 #[derive(Debug)]
 pub(in super::super) struct Cuda {
     device: CudaDevice,
+    artifacts: Arc<Artifacts>,
 }
 
 impl Cuda {
@@ -37,7 +40,22 @@ impl Cuda {
         selected_max: u64,
         guard: &Arc<ServingGuard>,
     ) -> anyhow::Result<Self> {
-        Ok(Self { device: open(selector, settings, selected_max, guard).map_err(Error::from)? })
+        Ok(open(selector, settings, selected_max, guard).map_err(Error::from)?)
+    }
+
+    /// Whether kernels that no store has can be compiled.
+    pub(in super::super) fn has_compiler(&self) -> bool {
+        self.artifacts.compiler().is_ok()
+    }
+
+    /// The machine code of a class for this device.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub(in super::super) fn code(&self, class: &KernelClass) -> anyhow::Result<Vec<u8>> {
+        let chip = self.device.description().family.clone().unwrap_or_default();
+        let artifact = self.artifacts.obtain(chip.parse()?, CudaClass::of(class));
+        Ok(artifact.map_err(Error::from)?.code)
     }
 }
 
@@ -46,17 +64,18 @@ fn open(
     settings: &Settings,
     selected_max: u64,
     guard: &Arc<ServingGuard>,
-) -> Result<CudaDevice, Refusal> {
+) -> Result<Cuda, Refusal> {
     let stores = settings.artifact_stores.iter().map(Store::open).collect::<Result<Vec<_>, _>>()?;
     let own = Store::create(&settings.artifact_store)?;
     let compiler = Compiler::open(settings.cuda.nvrtc_directory.as_deref());
     let artifacts = Arc::new(Artifacts::new(stores, Some(own), compiler));
-    let guard = Arc::clone(guard);
-    Ok(CudaDevice::open(CudaOptions {
+    let usual = CudaOptions::new(selector, Arc::clone(&artifacts), selected_max, Arc::clone(guard));
+    let device = CudaDevice::open(CudaOptions {
         driver_library: settings.cuda.driver_library.clone(),
         scheduling: Scheduling::Unchanged,
-        ..CudaOptions::new(selector, artifacts, selected_max, guard)
-    })?)
+        ..usual
+    })?;
+    Ok(Cuda { device, artifacts })
 }
 
 impl Target for Cuda {
