@@ -6,6 +6,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 
 use statecopy_proto::v1;
+use tokio::time::timeout_at;
 
 use crate::address::Address;
 use crate::admin::Admin;
@@ -99,18 +100,22 @@ impl Client {
     /// and the remedy; DEVICE_NOT_VISIBLE when there is no driver, or the memory is of another device than the session;
     /// QUOTA_EXCEEDED from the daemon.
     pub async fn register_device_memory(&self, address: u64, bytes: u64) -> Result<Slice, Error> {
+        let call = Call::new("register device memory", self.shared.options.call_timeout);
+        let failed = |failure| call.error(&self.shared.address, failure);
         // The client owns the semaphore and never closes it.
-        let _turn = self.shared.sharing.acquire().await;
+        let turn = timeout_at(call.deadline, self.shared.sharing.acquire()).await;
+        let _turn = turn.map_err(|_| failed(Failure::Late))?;
         for (region, offset) in self.shared.device_regions(address, bytes) {
             let Source::Device(memory) = &region.record.source else { continue };
             // An allocation that came and went at the same address is another one.
-            if memory.export().await.is_ok() {
+            if memory.export(&call).await.is_ok() {
                 self.shared.add_user(&region);
                 return Ok(region.at(offset));
             }
         }
-        let exporter = self.shared.exporter().await?;
-        let memory = DeviceMemory::find(exporter, address, bytes).await?;
+        let exporter = self.shared.exporter(&call).await.map_err(failed)?;
+        let found = DeviceMemory::find(exporter, address, bytes, &call).await;
+        let memory = found.map_err(failed)?;
         let offset = memory.offset_of(address, bytes).unwrap_or_default();
         let region = self.add_region(memory.bytes(), Source::Device(memory), Use::Cache).await?;
         self.shared.add_user(&region);

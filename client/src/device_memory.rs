@@ -9,9 +9,9 @@ use std::sync::Arc;
 use statecopy_kernels::cuda::{CudaExporter, Export};
 use statecopy_kernels::device::{Announced, Piece};
 use statecopy_proto::{Refusal, RefusalCode};
+use tokio::time::timeout_at;
 
-use crate::call::Failure;
-use crate::error::Error;
+use crate::call::{Call, Failure};
 
 /// An allocation of this process, as it was when it was first registered.
 #[derive(Debug, Clone)]
@@ -38,9 +38,13 @@ impl Found {
 }
 
 /// Opens the driver.
-pub(crate) async fn open_exporter(library: &Path) -> Result<Arc<CudaExporter>, Error> {
+pub(crate) async fn open_exporter(
+    library: &Path,
+    call: &Call,
+) -> Result<Arc<CudaExporter>, Failure> {
     let library = library.to_owned();
-    blocking(move || CudaExporter::open(&library).map(Arc::new).map_err(Refusal::from)).await
+    let open = move || CudaExporter::open(&library).map(Arc::new).map_err(Refusal::from);
+    blocking(call, open).await
 }
 
 impl DeviceMemory {
@@ -49,8 +53,9 @@ impl DeviceMemory {
         exporter: Arc<CudaExporter>,
         address: u64,
         bytes: u64,
-    ) -> Result<Self, Error> {
-        blocking(move || {
+        call: &Call,
+    ) -> Result<Self, Failure> {
+        blocking(call, move || {
             let export = exporter.export(address, bytes)?;
             let found = Found::of(&export, address - export.offset());
             Ok(Self { exporter, found })
@@ -73,14 +78,14 @@ impl DeviceMemory {
     }
 
     /// Shares it once more.
-    pub(crate) async fn export(&self) -> Result<Export, Failure> {
+    pub(crate) async fn export(&self, call: &Call) -> Result<Export, Failure> {
         let Self { exporter, found } = self.clone();
         let again = move || {
             let export = exporter.export(found.start, found.announced.bytes)?;
             let now = Found::of(&export, found.start - export.offset());
             if now == found { Ok(export) } else { Err(replaced(&found, &now)) }
         };
-        blocking(again).await
+        blocking(call, again).await
     }
 }
 
@@ -88,8 +93,9 @@ impl DeviceMemory {
 pub(crate) async fn next_pieces(
     mut export: Export,
     pieces_max: usize,
+    call: &Call,
 ) -> Result<(Export, Vec<Piece>), Failure> {
-    blocking(move || {
+    blocking(call, move || {
         let pieces = export.next_pieces(pieces_max)?;
         Ok((export, pieces))
     })
@@ -106,13 +112,14 @@ fn replaced(was: &Found, now: &Found) -> Refusal {
     )
 }
 
-/// A call of the driver, off the async threads.
-async fn blocking<T: Send + 'static, E: From<Refusal>>(
-    call: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
-) -> Result<T, E> {
-    let done = tokio::task::spawn_blocking(call).await;
+/// Asks the driver, off the async threads. One that does not answer in time keeps a thread, and nobody else.
+async fn blocking<T: Send + 'static>(
+    call: &Call,
+    ask: impl FnOnce() -> Result<T, Refusal> + Send + 'static,
+) -> Result<T, Failure> {
+    let asked = timeout_at(call.deadline, tokio::task::spawn_blocking(ask)).await;
     let stopped = |stopped: tokio::task::JoinError| {
         Err(Refusal::new(RefusalCode::Unavailable, format!("The driver was not asked: {stopped}")))
     };
-    done.unwrap_or_else(stopped).map_err(E::from)
+    Ok(asked.map_err(|_| Failure::Late)?.unwrap_or_else(stopped)?)
 }

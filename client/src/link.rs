@@ -258,7 +258,7 @@ impl Link {
         memory: &DeviceMemory,
         call: &Call,
     ) -> Result<v1::RegisterRegionRequest, Failure> {
-        let mut export = memory.export().await?;
+        let mut export = memory.export(call).await?;
         if export.device() != self.device {
             return Err(self.of_another_device(export.device()).into());
         }
@@ -267,7 +267,8 @@ impl Link {
         let mut pieces = Vec::with_capacity(announced.pieces);
         loop {
             let batch;
-            (export, batch) = device_memory::next_pieces(export, DESCRIPTORS_MAX as usize).await?;
+            (export, batch) =
+                device_memory::next_pieces(export, DESCRIPTORS_MAX as usize, call).await?;
             if batch.is_empty() {
                 break;
             }

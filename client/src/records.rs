@@ -80,11 +80,11 @@ impl Shared {
     }
 
     /// The driver of this process, opened when it is first needed.
-    pub(crate) async fn exporter(&self) -> Result<Arc<CudaExporter>, Error> {
+    pub(crate) async fn exporter(&self, call: &Call) -> Result<Arc<CudaExporter>, Failure> {
         if let Some(exporter) = self.exporter.get() {
             return Ok(Arc::clone(exporter));
         }
-        let opened = open_exporter(&self.options.cuda_driver_library).await?;
+        let opened = open_exporter(&self.options.cuda_driver_library, call).await?;
         Ok(Arc::clone(self.exporter.get_or_init(|| opened)))
     }
 

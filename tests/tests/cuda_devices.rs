@@ -112,6 +112,26 @@ fn a_worker_finds_its_device_by_uuid_whatever_the_ordinals_are() {
 }
 
 #[test]
+fn a_slice_of_a_device_is_not_the_device() {
+    let whole = device(1, "whole");
+    let slice = StubDevice { parent: Some(whole.uuid), ..device(3, "slice") };
+    let bed = CudaBed::over(&[slice]);
+    let seen = StubDevice::describe(&[whole]);
+    let daemon = bed.daemon().variable("STATECOPY_STUB_CUDA_DEVICES", seen).start();
+    let memory = bed.allocate(1 << 20, PIECES);
+    let client = bed.client(&daemon);
+    let refused = client.register_device_memory(memory.address(), memory.bytes()).unwrap_err();
+    let refused = refusal(refused);
+    assert_eq!(refused.code(), RefusalCode::DeviceNotVisible, "{refused}");
+    let device = Some("MIG-03030303-0303-0303-0303-030303030303".to_owned());
+    let options = ConnectOptions { device, ..bed.options() };
+    let address = Address::in_directory(daemon.runtime()).unwrap();
+    let refused = refusal(Client::connect(address, options).unwrap_err());
+    assert_eq!(refused.code(), RefusalCode::DeviceNotVisible, "{refused}");
+    assert!(refused.sentence().contains(FIRST), "{refused}");
+}
+
+#[test]
 fn a_session_chooses_among_several_devices_by_uuid() {
     let bed = CudaBed::over(&[device(1, "one"), device(2, "two")]);
     let devices = format!("[\"host\", \"cuda:1\", \"cuda:MIG-{FIRST}\"]");
