@@ -4,7 +4,7 @@
 use libfuzzer_sys::fuzz_target;
 use statecopy_kernels::device::DeviceDescription;
 use statecopy_proto::Refusal;
-use statecopyd::link::{Reply, Request, decode, encode};
+use statecopyd::link::{Reply, Request, decode, encode, join};
 use statecopyd::record::{LayerRecord, RebindRecord};
 
 fuzz_target!(|bytes: &[u8]| {
@@ -23,12 +23,13 @@ fuzz_target!(|bytes: &[u8]| {
                     let _ = RebindRecord::try_from(layer);
                 }
             }
+            Request::ImportRegion { pieces, .. } => drop(join(pieces, Vec::new())),
             _ => {}
         }
     }
     if let Ok(message) = decode::<Reply>(bytes) {
         match message.body {
-            Reply::Ready(description) => drop(DeviceDescription::try_from(description)),
+            Reply::Ready { description, .. } => drop(DeviceDescription::try_from(description)),
             Reply::Refused(refusal) => drop(Refusal::try_from(refusal)),
             _ => {}
         }

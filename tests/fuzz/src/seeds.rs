@@ -4,12 +4,14 @@ use std::env::args_os;
 use std::fs::{create_dir_all, write};
 use std::io::{Error, Result};
 use std::path::Path;
+use std::sync::Arc;
 
 use statecopy_proto::descriptor_socket::{DaemonRecord, TOKEN_BYTES, Token, WorkerRecord};
-use statecopy_proto::{Refusal, RefusalCode, RegionId, SessionId};
+use statecopy_proto::{HANDLE_BYTES, HandleKind, Refusal, RefusalCode, RegionId, SessionId};
 use statecopy_session::{Answer, Moved, Subject};
 use statecopyd::device_process::hostile::input_of_seed;
 use statecopyd::link::{Reply, Request, encode};
+use statecopyd::record::{HandleRecord, PieceRecord, RegionRecord};
 
 fn main() -> Result<()> {
     let Some(corpora) = args_os().nth(1) else {
@@ -71,7 +73,7 @@ fn messages() -> Result<Vec<Vec<u8>>> {
         Request::Inspect,
         Request::Drain,
         Request::Shutdown,
-        Request::ImportRegion { session, region: RegionId(2), bytes: 4096 },
+        import(session),
         Request::Register {
             session,
             layers: Vec::new(),
@@ -84,10 +86,31 @@ fn messages() -> Result<Vec<Vec<u8>>> {
     let refused = Refusal::new(RefusalCode::Overlap, "They overlap");
     let replies = [
         Reply::Done,
+        Reply::Taken,
         Reply::Refused((&refused).into()),
         Reply::RingBroken { session, reason: "it jumped".to_owned() },
     ];
     let requests = requests.into_iter().map(|request| encode(1, request));
     let replies = replies.into_iter().map(|reply| encode(1, reply));
     requests.chain(replies).map(|bytes| bytes.map_err(Error::other)).collect()
+}
+
+/// The first part of a region that travels by value.
+fn import(session: SessionId) -> Request {
+    let piece = |handle| PieceRecord { bytes: 2048, buffer: 7, handle };
+    let value = HandleRecord::Value(Box::new([5; HANDLE_BYTES]));
+    let region = RegionRecord {
+        id: RegionId(2),
+        kind: HandleKind::CudaFabric,
+        bytes: 4096,
+        pieces: Arc::new([piece(value)]),
+    };
+    let pieces = region.pieces.iter().map(Into::into).collect();
+    Request::ImportRegion {
+        session,
+        region: region.id,
+        announced: (&region).into(),
+        pieces,
+        last: false,
+    }
 }
