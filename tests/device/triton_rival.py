@@ -75,7 +75,7 @@ class Case:
         self.cache, self.operation, self.selected = cache, request["operation"], request["selected"]
         self.shape = (self.selected, cache.payload)
         self.kernel = scatter if self.operation == "scatter" else gather
-        self.grid = (triton.cdiv(cache.payload, BLOCK), self.selected)
+        self.grid = (triton.cdiv(cache.payload, BLOCK), self.selected, 1)
         self.flags = torch.zeros(self.selected, dtype=torch.uint8, device="cuda")
         self.kept = torch.zeros(self.selected, dtype=torch.bool, device="cuda").unsqueeze(1)
         # Outputs live for as long as in the benchmark's pool, so that the allocator gives the oldest memory.
@@ -212,7 +212,7 @@ class Kernels:
         for call in range(calls):
             table[call, :selected] = torch.tensor(self.rows_of(call, selected)[0], dtype=torch.int32)
         table = table.cuda()
-        grid = (triton.cdiv(cache.payload, BLOCK), selected)
+        grid = (triton.cdiv(cache.payload, BLOCK), selected, 1)
 
         def launch(call):
             packed = self.packed[self.rows_of(call, selected)[1] :]

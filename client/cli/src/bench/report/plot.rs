@@ -10,16 +10,17 @@ use anyhow::anyhow;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
-use super::super::plan::{Mode, Path};
+use super::super::plan::{Kind, Mode, Path};
 use super::super::record::Record;
 use super::super::statistics::{paired_ratios, percentile};
 
 /// Paths in the picture, each with its colour.
-const SHOWN: [(Path, RGBColor); 4] = [
+const SHOWN: [(Path, RGBColor); 5] = [
     (Path::Inproc, RGBColor(0x33, 0x33, 0x33)),
     (Path::Ring, RGBColor(0x00, 0x72, 0xb2)),
     (Path::Control, RGBColor(0x8c, 0xc6, 0xe7)),
     (Path::Grpc, RGBColor(0xd5, 0x5e, 0x00)),
+    (Path::Triton, RGBColor(0xcc, 0x79, 0xa7)),
 ];
 const REFERENCES: [(Path, RGBColor); 3] = [
     (Path::PingpongSpin, RGBColor(0x00, 0x9e, 0x73)),
@@ -113,22 +114,29 @@ fn draw_all(record: &Record, root: &Area<'_>, panels: &[Panel], rows: u32) -> Dr
 }
 
 fn draw_header(record: &Record, area: &Area<'_>) -> Drawn {
+    let threads = format!("{} thread(s) a side", record.settings.copy_threads);
+    let copies = match &record.device {
+        Some(device) if record.kind() == Kind::Cuda => device.name.clone(),
+        _ => threads,
+    };
     let title = format!(
-        "Wall time of one copy: {} trials, seed {}, {} thread(s) a side, {}, Linux {}, {} build",
+        "Wall time of one copy: {} trials, seed {}, {copies}, {}, Linux {}, {} build",
         record.trials,
         record.seed,
-        record.settings.copy_threads,
         record.machine.cpu_model,
         record.machine.kernel,
         record.source.profile,
     );
     area.draw(&Text::new(title, (16, 12), ("sans-serif", 20).into_font().color(&TEXT)))?;
     let mut x = 16;
-    for (label, colour) in SHOWN
-        .map(|(path, colour)| (path.label(), colour))
-        .into_iter()
-        .chain([("reference (ping-pong, memcpy)", REFERENCES[0].1)])
-    {
+    let measured = |path: &Path| {
+        let mut cases = record.cases.iter();
+        cases.any(|case| record.samples(&case.name, Mode::Wall, *path).is_some())
+    };
+    let shown = SHOWN.into_iter().filter(|(path, _)| measured(path));
+    let references = REFERENCES.into_iter().filter(|(path, _)| measured(path)).take(1);
+    let references = references.map(|(_, colour)| ("reference (ping-pong, memcpy)", colour));
+    for (label, colour) in shown.map(|(path, colour)| (path.label(), colour)).chain(references) {
         area.draw(&Rectangle::new([(x, 46), (x + 18, 60)], colour.filled()))?;
         let style = ("sans-serif", 16).into_font().color(&TEXT);
         area.draw(&Text::new(label, (x + 24, 45), style))?;
