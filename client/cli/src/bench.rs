@@ -105,7 +105,8 @@ fn measure(options: &BenchRunOptions) -> anyhow::Result<ExitCode> {
             measure_on(&host, &guard, &cases, options, None, &mut record)?;
         }
         DeviceName::Cuda(selector) => {
-            let cuda = Cuda::open(selector, &daemon_defaults()?, SELECTED_MAX, &guard)?;
+            let settings = daemon_defaults()?;
+            let cuda = Cuda::open(selector, &settings, SELECTED_MAX, &guard)?;
             record.device = Some(DeviceFacts::of(cuda.device()));
             let cpu = record.pinning.map(|cpus| cpus.worker);
             let rival = options.rival.as_deref().map(|command| Rival::start(command, cpu));
@@ -115,7 +116,7 @@ fn measure(options: &BenchRunOptions) -> anyhow::Result<ExitCode> {
                 true => rival,
                 false => measure_on(&cuda, &guard, &cases, options, rival, &mut record)?,
             };
-            extras::measure(&cuda, &extras, options, rival, &mut record)?;
+            extras::measure(&cuda, &settings, &extras, options, rival, &mut record)?;
         }
     }
     record.took_s = start.elapsed().as_secs();

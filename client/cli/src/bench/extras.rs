@@ -108,12 +108,13 @@ pub(super) struct Extras {
     pub(super) register_empty_ms: Vec<f64>,
 }
 
-/// Measures what was chosen.
+/// Measures what was chosen. The daemons that it starts have those settings.
 ///
 /// # Errors
 /// When anything of it cannot be measured.
 pub(super) fn measure(
     cuda: &Cuda,
+    settings: &Settings,
     chosen: &[Extra],
     options: &BenchRunOptions,
     rival: Option<Rival>,
@@ -123,7 +124,9 @@ pub(super) fn measure(
     for extra in chosen {
         terminal::note(&format!("Measuring {}", extra.name()));
         match extra {
-            Extra::TwoWorkers => extras.two_workers = Some(two_workers(cuda, options)?),
+            Extra::TwoWorkers => {
+                extras.two_workers = Some(two_workers(cuda, options, settings.launch_bytes_max)?);
+            }
             Extra::Start => {
                 for _ in 0..TIMES {
                     let (daemon, took) = OwnDaemon::time_to_ready(&variables(options))?;
@@ -206,7 +209,11 @@ impl Worker {
     }
 }
 
-fn two_workers(cuda: &Cuda, options: &BenchRunOptions) -> anyhow::Result<TwoWorkers> {
+fn two_workers(
+    cuda: &Cuda,
+    options: &BenchRunOptions,
+    launch_bytes: u64,
+) -> anyhow::Result<TwoWorkers> {
     let daemon = OwnDaemon::start_with(&variables(options))?;
     let rows = |usual| options.cache_rows.unwrap_or(usual);
     let large_selected = options.cache_rows.unwrap_or(LARGE_SELECTED);
@@ -215,7 +222,6 @@ fn two_workers(cuda: &Cuda, options: &BenchRunOptions) -> anyhow::Result<TwoWork
     let large = Worker::register(cuda, daemon.address(), preset, rows(512), large_selected)?;
     let small = Worker::register(cuda, daemon.address(), Preset::Tiny, rows(512), small_selected)?;
     let large_bytes = large_selected * preset.state_bytes();
-    let launch_bytes = Settings::default().launch_bytes_max;
     let rows_a_launch = (launch_bytes / preset.state_bytes()).max(1);
     large.gathers(3)?;
     small.gathers(3)?;
