@@ -4,6 +4,7 @@ mod copies;
 mod lives;
 mod memory;
 mod refusals;
+mod starts;
 
 use anyhow::Result;
 
@@ -76,4 +77,7 @@ pub(crate) const CASES: &[Case] = &[
     Case::new("memory_freed_under_the_daemon_hurts_nobody_else", lives::freed_under_the_daemon),
     Case::new("bindings_outlive_the_device_process", lives::device_process),
     Case::new("workers_go_on_with_the_next_daemon", lives::next_daemon),
+    Case::new("the_footprint_on_the_device_is_shown", starts::footprint),
+    Case::new("a_daemon_without_kernels_is_not_ready_and_names_the_chip", starts::no_kernels),
+    Case::new("a_daemon_without_memory_is_not_ready_and_says_so", starts::no_memory),
 ];

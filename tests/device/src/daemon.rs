@@ -33,10 +33,11 @@ impl Daemon {
         if let Some(kernels) = &setup.kernels {
             text.push_str(&format!("artifact_stores = [{kernels:?}]\n"));
         }
-        text.push_str(&format!(
-            "[cuda]\ndriver_library = {:?}\n[debug]\nabort_after_seal = true\n",
-            setup.driver
-        ));
+        text.push_str(&format!("[cuda]\ndriver_library = {:?}\n", setup.driver));
+        if let Some(compiler) = &setup.compiler {
+            text.push_str(&format!("nvrtc_directory = {compiler:?}\n"));
+        }
+        text.push_str("[debug]\nabort_after_seal = true\n");
         fs::write(&config, text)?;
         let log = File::options().create(true).append(true).open(log)?;
         let child = Command::new(&setup.statecopyd)

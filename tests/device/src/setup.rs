@@ -21,6 +21,8 @@ pub(crate) struct Setup {
     pub(crate) device: String,
     /// Compiled kernels. Without any the daemon compiles.
     pub(crate) kernels: Option<PathBuf>,
+    /// Where the daemon looks for its compiler, in place of where the loader searches.
+    pub(crate) compiler: Option<PathBuf>,
     /// The CUDA driver.
     pub(crate) driver: PathBuf,
     /// Small sizes, for a driver that is not a device.
@@ -54,7 +56,12 @@ impl Setup {
     pub(crate) fn own_daemon(&self, name: &str) -> Result<Daemon> {
         let folder = self.home.join(name);
         fs::create_dir_all(&folder)?;
-        Daemon::start(self, &folder, &self.output.join(format!("{name}.daemon.log")))
+        Daemon::start(self, &folder, &self.daemon_log(name))
+    }
+
+    /// Where such a daemon writes its log.
+    pub(crate) fn daemon_log(&self, name: &str) -> PathBuf {
+        self.output.join(format!("{name}.daemon.log"))
     }
 
     /// The device, for memory of this process.

@@ -59,6 +59,7 @@ pub(crate) fn run(options: &RunOptions) -> Result<ExitCode> {
         statecopyd: absolute(&options.statecopyd)?,
         device: options.device.clone(),
         kernels: options.kernels.as_deref().map(absolute).transpose()?,
+        compiler: None,
         driver: options.driver_library.clone(),
         small: options.stub,
         home: home.path().to_owned(),
