@@ -73,6 +73,9 @@ struct RunOptions {
     /// No device is behind the driver: skip what needs one, and keep sizes small
     #[arg(long)]
     stub: bool,
+    /// The commit that was built, for verdicts.json
+    #[arg(long)]
+    commit: Option<String>,
     /// Run only the cases whose names contain one of these
     cases: Vec<String>,
 }

@@ -33,10 +33,18 @@ struct Verdict {
     detail: String,
 }
 
+impl Verdict {
+    fn without_a_daemon(case: &Case, error: &anyhow::Error) -> Self {
+        let detail = format!("not run, because no daemon starts: {error:#}");
+        Self { name: case.name, ok: false, seconds: 0.0, detail }
+    }
+}
+
 /// What is kept of a run.
 #[derive(Debug, Serialize)]
 struct Report {
     version: &'static str,
+    commit: Option<String>,
     device: String,
     family: String,
     uuid: String,
@@ -55,17 +63,7 @@ pub(crate) fn run(options: &RunOptions) -> Result<ExitCode> {
     fs::create_dir_all(&options.output)?;
     let shared = home.path().join("shared");
     fs::create_dir(&shared)?;
-    let setup = Setup {
-        statecopyd: absolute(&options.statecopyd)?,
-        device: options.device.clone(),
-        kernels: options.kernels.as_deref().map(absolute).transpose()?,
-        compiler: None,
-        driver: options.driver_library.clone(),
-        small: options.stub,
-        home: home.path().to_owned(),
-        socket: shared.join("run/statecopyd.sock"),
-        output: absolute(&options.output)?,
-    };
+    let setup = setup(options, home.path(), &shared)?;
     let asked = |case: &&Case| {
         options.cases.is_empty() || options.cases.iter().any(|part| case.name.contains(part))
     };
@@ -73,30 +71,41 @@ pub(crate) fn run(options: &RunOptions) -> Result<ExitCode> {
         CASES.iter().filter(asked).partition(|case| !options.stub || case.needs == Needs::Driver);
     let log = setup.output.join("daemon.log");
     let start = || Daemon::start(&setup, &shared, &log);
-    let mut daemon = start().with_context(|| format!("see {}", log.display()))?;
-    let device = daemon.device()?.device.context("a device")?;
+    let first = start().with_context(|| format!("see {}", log.display()))?;
+    let device = first.device()?.device.context("a device")?;
+    let mut daemon = Some(first);
     println!("{} {} {}", device.name, device.family, device.uuid);
     for case in &skipped {
         println!("skip {}  needs a device", case.name);
     }
     let mut verdicts = Vec::new();
     for case in run {
-        if !daemon.runs() {
-            daemon = start()?;
+        if !daemon.as_mut().is_some_and(Daemon::runs) {
+            daemon = None;
         }
-        let verdict = verdict(&setup, case)?;
+        let serving = match daemon.take() {
+            Some(serving) => Ok(serving),
+            None => start(),
+        };
+        let verdict = match serving {
+            Ok(serving) => {
+                daemon = Some(serving);
+                verdict(&setup, case)?
+            }
+            Err(error) => Verdict::without_a_daemon(case, &error),
+        };
         println!("{:<4} {}  {}", label(verdict.ok), verdict.name, verdict.detail);
         io::stdout().flush()?;
         if !verdict.ok {
             // What failed may have left a device process that serves nobody: the next case is to be judged by itself.
-            drop(daemon);
-            daemon = start()?;
+            daemon = None;
         }
         verdicts.push(verdict);
     }
     let ok = verdicts.iter().filter(|verdict| verdict.ok).count();
     let report = Report {
         version: env!("CARGO_PKG_VERSION"),
+        commit: options.commit.clone(),
         device: device.name,
         family: device.family,
         uuid: device.uuid,
@@ -109,6 +118,20 @@ pub(crate) fn run(options: &RunOptions) -> Result<ExitCode> {
     fs::write(file, serde_json::to_string_pretty(&report)? + "\n")?;
     println!("{} ok, {} failed", report.ok, report.failed);
     Ok(ExitCode::from(u8::from(report.failed > 0)))
+}
+
+fn setup(options: &RunOptions, home: &Path, shared: &Path) -> Result<Setup> {
+    Ok(Setup {
+        statecopyd: absolute(&options.statecopyd)?,
+        device: options.device.clone(),
+        kernels: options.kernels.as_deref().map(absolute).transpose()?,
+        compiler: None,
+        driver: options.driver_library.clone(),
+        small: options.stub,
+        home: home.to_owned(),
+        socket: shared.join("run/statecopyd.sock"),
+        output: absolute(&options.output)?,
+    })
 }
 
 fn label(ok: bool) -> &'static str {
