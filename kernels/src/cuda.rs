@@ -21,6 +21,7 @@ mod export;
 #[cfg(feature = "fault")]
 mod fault;
 mod launcher;
+mod library;
 mod management;
 mod memory;
 mod pieces;

@@ -3,7 +3,6 @@
 //! The library is opened at run time. An artifact depends on the source ([`source_hash`]), the architecture, the class and the
 //! compiler's version, and on nothing else: no environment variable, no header of the machine.
 
-use std::error::Error as _;
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -11,11 +10,12 @@ use std::path::{Path, PathBuf};
 use std::ptr;
 use std::str::FromStr;
 
-use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use libloading::os::unix::Library;
 use statecopy_proto::{Refusal, RefusalCode};
 
 use super::arguments::{CHUNK_BYTES, INLINE_BYTES_MAX, THREADS, layout_assertions};
 use super::class::CudaClass;
+use super::library;
 
 /// The names that NVRTC has, newest first.
 const LIBRARIES: [&str; 3] = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2"];
@@ -308,10 +308,8 @@ impl Compiler {
 }
 
 fn open_library(path: &Path) -> Result<Library, String> {
-    // SAFETY: the library is NVRTC as the operator has installed or named it. Its initialisers ask nothing of the caller.
-    let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) };
-    // The error itself only says that it failed; its source says why.
-    library.map_err(|error| error.source().map_or_else(|| error.to_string(), ToString::to_string))
+    // SAFETY: the library is NVRTC as the operator has installed or named it.
+    unsafe { library::open(path) }
 }
 
 fn version(functions: &Functions) -> CompilerVersion {

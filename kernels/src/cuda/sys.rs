@@ -9,7 +9,9 @@ use std::fmt;
 use std::mem::{ManuallyDrop, offset_of};
 use std::path::{Path, PathBuf};
 
-use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use libloading::os::unix::Library;
+
+use super::library;
 
 /// `CUresult`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -322,14 +324,10 @@ impl Functions {
     /// # Errors
     /// When the library or one of its functions is missing.
     pub(super) fn load(path: &Path) -> Result<Self, LoadError> {
-        // SAFETY: the library is the driver that the operator has installed, or names. Its initialisers ask nothing of the
-        // caller.
-        let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) };
-        let library = library.map_err(|error| LoadError::Library {
-            library: path.to_owned(),
-            reason: error.to_string(),
-        })?;
-        Self::resolve(library, path)
+        // SAFETY: the library is the driver that the operator has installed, or names.
+        let library = unsafe { library::open(path) };
+        let failed = |reason| LoadError::Library { library: path.to_owned(), reason };
+        Self::resolve(library.map_err(failed)?, path)
     }
 }
 
