@@ -135,6 +135,8 @@ pub(super) struct Running<D: Device> {
     rows_per_launch: u64,
     next: u64,
     under_way: UnderWay,
+    /// Whether the device was asked for any of it.
+    begun: bool,
 }
 
 impl<D: Device> Running<D> {
@@ -157,6 +159,7 @@ impl<D: Device> Running<D> {
             rows_per_launch: target.rows_per_launch,
             next: 0,
             under_way: UnderWay::default(),
+            begun: false,
             checked,
         })
     }
@@ -183,9 +186,9 @@ impl<D: Device> Running<D> {
         }
     }
 
-    /// Whether the device was given any of it.
+    /// Whether the device was asked for any of it: also where the launch failed, which may have come half way.
     pub(super) fn has_begun(&self) -> bool {
-        self.copied.launches > 0
+        self.begun
     }
 
     /// Moves on by at most one launch and one answer of the device. The next part is launched while one runs, up to the
@@ -204,6 +207,7 @@ impl<D: Device> Running<D> {
         let mut moved_on = more && self.under_way.count() < depth && launcher.has_room();
         if moved_on {
             let end = self.rows.min(self.next.saturating_add(self.rows_per_launch));
+            self.begun = true;
             let launch = self.launch(inline, request, self.next..end);
             self.under_way.push(launcher.launch(&launch)?);
             self.checked.target.table.count(self.copied.variant);

@@ -38,8 +38,9 @@ impl DriverError {
     /// Whether the context is of no more use: every later call fails, and only another process helps.
     #[must_use]
     pub fn is_sticky(&self) -> bool {
-        // 700 to 721 are faults of kernels but for those that are about peers, registration and launch arguments.
-        const STICKY: [Status; 17] = [
+        // 700 to 721 are faults of kernels but for those that are about peers, registration and launch arguments. 999 is none
+        // of them: drivers also give it for a descriptor that is not of device memory (driver 580).
+        const STICKY: [Status; 18] = [
             status::DEINITIALIZED,
             status::ECC_UNCORRECTABLE,
             status::NVLINK_UNCORRECTABLE,
@@ -57,9 +58,9 @@ impl DriverError {
             status::TENSOR_MEMORY_LEAK,
             status::MPS_RPC_FAILURE,
             status::MPS_CLIENT_TERMINATED,
+            status::EXTERNAL_DEVICE,
         ];
         STICKY.contains(&self.status())
-            || matches!(self.status(), status::EXTERNAL_DEVICE | status::UNKNOWN)
     }
 
     /// Whether the device has too little memory.

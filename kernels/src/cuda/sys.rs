@@ -133,7 +133,6 @@ pub(super) mod status {
     pub(crate) const MPS_SERVER_NOT_READY: Status = Status(807);
     pub(crate) const MPS_CLIENT_TERMINATED: Status = Status(810);
     pub(crate) const EXTERNAL_DEVICE: Status = Status(911);
-    pub(crate) const UNKNOWN: Status = Status(999);
 }
 
 /// `CUdevice_attribute` values.

@@ -199,8 +199,11 @@ impl Process {
         let granular = is_granular(at) && is_granular(bytes) && bytes > 0;
         let mut memory = self.memory_mut();
         let free = memory.reserved(at, bytes) && !memory.occupied(at, bytes);
-        if !granular || offset != 0 || flags != 0 || bytes > physical.bytes || !free {
+        if !granular || offset != 0 || flags != 0 || !free {
             return Err(CUresult::INVALID_VALUE);
+        }
+        if bytes != physical.bytes {
+            return Err(CUresult::NOT_SUPPORTED);
         }
         mapping::map_reserved(at, &self.file(&physical)?, bytes).map_err(failed)?;
         memory.add(at, bytes, physical.device, Kind::Piece { physical });
@@ -281,7 +284,8 @@ impl Process {
         // SAFETY: the caller lends the descriptor for the call; a number that is none is refused by the first use of it.
         let lent = unsafe { BorrowedFd::borrow_raw(descriptor) };
         let own = lent.try_clone_to_owned().map_err(|_| CUresult::INVALID_VALUE)?;
-        let (device, label) = self.ledger.label(&own).ok_or(CUresult::INVALID_VALUE)?;
+        // So says driver 580 of a descriptor that is not of device memory.
+        let (device, label) = self.ledger.label(&own).ok_or(CUresult::UNKNOWN)?;
         let (number, types) = parse_label(&label).ok_or(CUresult::INVALID_VALUE)?;
         self.import(|each| hex(each.uuid) == device, &File::from(own), number, types)
     }
