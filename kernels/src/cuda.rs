@@ -147,7 +147,10 @@ impl CudaDevice {
         let used = || outside.as_ref().and_then(Management::used_bytes);
         let used_before = used();
         let context = Context::retain(Arc::clone(&driver), device.device, options.scheduling);
-        let context = Arc::new(context.map_err(failed)?);
+        let context = Arc::new(context.map_err(|error| match error.is_out_of_memory() {
+            true => OpenError::NoContext { device: device.label(), error },
+            false => failed(error),
+        })?);
         let context_bytes = used().zip(used_before).map(|(now, before)| now.saturating_sub(before));
         let arena = Arena::allocate(&context).map_err(|error| {
             let what = "tables of base addresses";

@@ -120,6 +120,14 @@ pub enum OpenError {
         /// What it lacks.
         lacks: &'static str,
     },
+    /// The device has too little memory left for a context. How much is free only a context could tell.
+    #[error("{device} has no memory left for a context, which takes about half a GiB: {error}")]
+    NoContext {
+        /// Its name.
+        device: String,
+        /// What it says.
+        error: DriverError,
+    },
     /// The device has too little memory left.
     #[error(
         "{device} has no memory left for {what}: {asked} bytes were asked for, {free} of {total} are free"
@@ -143,7 +151,9 @@ impl OpenError {
     #[must_use]
     pub fn driver_error(&self) -> Option<&DriverError> {
         match self {
-            Self::Start(error) | Self::Device { error, .. } => Some(error),
+            Self::Start(error) | Self::Device { error, .. } | Self::NoContext { error, .. } => {
+                Some(error)
+            }
             Self::Driver(_)
             | Self::NotVisible { .. }
             | Self::Unsuitable { .. }
@@ -174,7 +184,7 @@ impl From<OpenError> for Refusal {
                 "Let `nvidia-smi` show the state of the device; see the driver's log."
             }
             OpenError::Unsuitable { .. } => "Use a device and a driver that have it.",
-            OpenError::OutOfMemory { .. } => {
+            OpenError::NoContext { .. } | OpenError::OutOfMemory { .. } => {
                 "Start the daemon before the workers, or leave it more memory (vLLM: a lower gpu_memory_utilization)."
             }
         };
@@ -184,6 +194,7 @@ impl From<OpenError> for Refusal {
             }
             OpenError::Unsuitable { .. }
             | OpenError::Device { .. }
+            | OpenError::NoContext { .. }
             | OpenError::OutOfMemory { .. } => RefusalCode::PrepareFailed,
         };
         Self::new(code, error.to_string()).remedied_by(remedy)

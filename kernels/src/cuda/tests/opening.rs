@@ -87,6 +87,17 @@ fn a_device_without_memory_is_refused_with_what_was_asked_and_what_is_free() {
 }
 
 #[test]
+fn a_device_without_memory_for_a_context_is_refused_by_that_word() {
+    let stub = Stub::create().unwrap();
+    let _entered = stub.enter();
+    let full = Fault::next(Act::Answer(CUresult::OUT_OF_MEMORY));
+    stub.arm(Function::cuDevicePrimaryCtxRetain, full);
+    let refusal = refused(&stub, CudaSelector::Ordinal(0));
+    assert!(refusal.sentence().contains("no memory left for a context"), "{refusal}");
+    assert!(refusal.remedy().contains("leave it more memory"), "{refusal}");
+}
+
+#[test]
 fn an_mps_server_that_takes_no_client_is_told_apart() {
     let stub = Stub::create().unwrap();
     let _entered = stub.enter();
