@@ -196,6 +196,8 @@ fn drain_by_a_call_is_sigterm() {
     let reply = wire.ask(wire.admin().drain(statecopy_proto::v1::DrainRequest {})).unwrap();
     assert!(reply.grace_ms > 0);
     assert!(daemon.wait().success());
+    let log = daemon.log();
+    assert!(!log.contains("WARN") && !log.contains("ERROR"), "nobody is woken for a drain: {log}");
     assert_eq!(daemon.runtime_entries(), [""; 0]);
 }
 

@@ -198,8 +198,9 @@ impl Keeper {
         }
     }
 
+    /// Whether the end was asked for, answered or not: then the link closes as it should.
     fn shutdown_sent(&self) -> bool {
-        self.ending.is_some() && self.calls.iter().any(|call| call.sent && call.is_shutdown())
+        self.ending.is_some() && !self.calls.iter().any(|call| !call.sent && call.is_shutdown())
     }
 
     fn take(&mut self, command: Option<Command>) {
