@@ -25,7 +25,7 @@ const SIGNALS_HELD: usize = 2;
 enum Exit {
     /// Drained, or printed.
     Done = 0,
-    /// Told to end a second time while it drained.
+    /// Ended before everything that was accepted was finished.
     Cut = 1,
     /// A device does not serve, or no longer.
     Unavailable = 69,
@@ -45,7 +45,7 @@ enum Exit {
 ///
 /// Workers open a session over gRPC on a Unix socket, share their caches by descriptor, and ask for gathers and scatters.
 /// Settings come from defaults, then /etc/statecopy/statecopyd.toml (or --config), then variables STATECOPY_* (a field of a
-/// table by two underscores: STATECOPY_LIMITS__LAYERS_MAX), then flags; `statecopyd config` prints the result.
+/// table by two underscores: STATECOPY_LIMITS__LAYERS_MAX; a list by commas), then flags; `statecopyd config` prints the result.
 #[derive(Debug, Parser)]
 #[command(name = "statecopyd", version, after_help = EXAMPLES)]
 struct Arguments {
@@ -62,7 +62,8 @@ Examples:
 
 SIGTERM or SIGINT drains: accepted copies are finished, then it ends. A second one ends it at once.
 
-Exit codes: 0 drained; 1 ended by a second signal; 2 usage; 69 a device does not serve; 70 a server ended by itself;
+Exit codes: 0 drained; 1 ended before all was finished, by a second signal or
+at the end of the grace; 2 usage; 69 a device does not serve; 70 a server ended by itself;
 71 the system refused; 73 the runtime directory cannot be used; 75 another daemon serves it; 78 configuration";
 
 #[derive(Debug, Subcommand)]
@@ -168,7 +169,7 @@ fn serve(flags: &Flags, program: SelfProgram) -> Exit {
     runtime.shutdown_background();
     match outcome {
         Ok(Outcome::Drained) => Exit::Done,
-        Ok(Outcome::Cut) => Exit::Cut,
+        Ok(Outcome::Unfinished | Outcome::Cut) => Exit::Cut,
         Err(error) => complain(&error, exit_of(&error)),
     }
 }

@@ -90,7 +90,9 @@ pub enum SupervisorError {
     #[error("A device process cannot be started again")]
     DeviceFailed,
     /// The address for HTTP cannot be used.
-    #[error("HTTP cannot be served on http_address = {address}")]
+    #[error(
+        "HTTP cannot be served on http_address = {address} (--http-address takes another one, or \"off\")"
+    )]
     Http {
         /// The address.
         address: String,
@@ -120,6 +122,8 @@ pub enum SupervisorError {
 pub enum Outcome {
     /// Everything that was accepted was finished.
     Drained,
+    /// The grace was over before everything was finished, or a session or a device process did not end.
+    Unfinished,
     /// It was told a second time, and ended at once.
     Cut,
 }
@@ -316,7 +320,7 @@ async fn supervise(
         }
     }
     let end = async {
-        drain::drain(control).await;
+        let finished = drain::drain(control).await;
         control.tasks.close();
         let tasks = tokio::time::timeout(CONNECTIONS_END_MAX, control.tasks.wait());
         if tasks.await.is_err() {
@@ -326,9 +330,10 @@ async fn supervise(
         if tokio::time::timeout(CONNECTIONS_END_MAX, all).await.is_err() {
             tracing::info!("clients kept their connections; they are cut");
         }
+        if finished { Outcome::Drained } else { Outcome::Unfinished }
     };
     tokio::select! {
-        () = end => Ok(Outcome::Drained),
+        outcome = end => Ok(outcome),
         Some(signal) = signals.recv() => {
             tracing::warn!(signal, "told to end a second time: ending at once");
             Ok(Outcome::Cut)

@@ -168,6 +168,20 @@ fn sigterm_with_a_hundred_requests_in_flight_answers_them_all_and_leaves_nothing
 }
 
 #[test]
+fn a_drain_that_cannot_finish_says_so_by_its_exit_code() {
+    let mut daemon = DaemonOptions::default().setting("drain_grace_ms", "100").start();
+    let rig = rig(&daemon);
+    let request = rig.request(0, &Indices::Int32(vec![3]), None);
+    let wire = rig.session.wire().clone();
+    send_signal(daemon.device_process(), Signal::STOP).unwrap();
+    let copy = thread::spawn(move || wire.ask(wire.copies().gather(request)));
+    until("it is in flight", || daemon.metric("statecopy_requests_pending") == 1.0);
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait().code(), Some(1));
+    copy.join().unwrap().unwrap_err();
+}
+
+#[test]
 fn a_second_sigterm_ends_the_daemon_at_once() {
     // Nothing else would end it: the copy never finishes, and the grace is long.
     let mut daemon = DaemonOptions::default().setting("drain_grace_ms", "600000").start();

@@ -178,12 +178,15 @@ impl Variables {
     }
 }
 
-/// A value as a variable writes it: lists are separated by commas.
+/// A value as a variable writes it: lists are separated by commas, with or without the brackets and quotes of the file.
 fn from_text(key: &str, text: &str) -> config::Value {
     if !Settings::is_list(key) {
         return config::Value::from(text.to_owned());
     }
-    let items = text.split(',').map(str::trim).filter(|item| !item.is_empty());
+    let text = text.trim();
+    let text = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
+    let items =
+        text.split(',').map(|item| item.trim().trim_matches('"')).filter(|item| !item.is_empty());
     config::Value::from(items.map(ToOwned::to_owned).collect::<Vec<String>>())
 }
 
@@ -236,6 +239,7 @@ mod tests {
             ("STATECOPY_SPIN_US", "2"),
             ("STATECOPY_LIMITS__REGIONS_MAX", "9"),
             ("STATECOPY_ALLOW_UIDS", "7, 8"),
+            ("STATECOPY_ARTIFACT_STORES", r#"["/a", "/b"]"#),
             ("XDG_RUNTIME_DIR", "/run/user/7"),
         ]);
         let settings = load(&flags, environment).unwrap().settings;
@@ -245,6 +249,7 @@ mod tests {
         assert_eq!((settings.limits.layers_max, settings.limits.regions_max), (7, 9));
         assert_eq!(settings.limits.selected_max, Settings::default().limits.selected_max);
         assert_eq!(settings.allow_uids, [7, 8]);
+        assert_eq!(settings.artifact_stores, [Path::new("/a"), Path::new("/b")]);
         assert_eq!(settings.runtime_dir, Path::new("/run/user/7/statecopy"));
         assert_eq!(settings.artifact_store, Settings::default().artifact_store);
     }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::thread::CpuSet;
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::LevelFilter;
 
 use super::Settings;
 
@@ -77,7 +78,7 @@ impl Settings {
         if self.spin_us > 1_000_000 {
             return rule("spin_us", self.spin_us, "must be 0 to 1000000");
         }
-        if self.log.level.parse::<EnvFilter>().is_err() {
+        if !is_filter(&self.log.level) {
             let levels = "must be error, warn, info, debug or trace, or a list of filters";
             return rule("log.level", &self.log.level, levels);
         }
@@ -154,6 +155,15 @@ fn rule<T>(
     Err(ConfigError::Rule { key, value: format!("{value}"), rule: rule.into() })
 }
 
+/// Whether it is a filter of log lines that was meant as one: a word alone is a level, and no module that nobody has.
+fn is_filter(level: &str) -> bool {
+    let meant = |part: &str| {
+        let part = part.trim();
+        part.contains(['=', '[']) || !part.is_empty() && part.parse::<LevelFilter>().is_ok()
+    };
+    level.split(',').all(meant) && level.parse::<EnvFilter>().is_ok()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -178,6 +188,10 @@ mod tests {
         assert_eq!(text, "Configuration: slots = 1000: must be a power of two from 2 to 1024");
         let text = refused(|settings| settings.devices = vec![DeviceName::Host; 2]);
         assert!(text.contains("devices = host"), "{text}");
+        for level in ["loud", "", "info,loud"] {
+            let text = refused(|settings| settings.log.level = level.to_owned());
+            assert!(text.contains("log.level = "), "{text}");
+        }
         let text = refused(|settings| settings.log.level = "statecopyd=loud".to_owned());
         assert!(text.contains("log.level = statecopyd=loud"), "{text}");
         let text = refused(|settings| settings.runtime_dir = "run".into());

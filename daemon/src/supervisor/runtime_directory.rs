@@ -68,7 +68,7 @@ pub enum RuntimeDirectoryError {
         path: PathBuf,
     },
     /// The system refused.
-    #[error("{}: cannot {action}", path.display())]
+    #[error("{}: cannot {action} (--runtime-dir and XDG_RUNTIME_DIR choose another place)", path.display())]
     System {
         /// Where.
         path: PathBuf,

@@ -146,10 +146,18 @@ impl Services {
                     format!("{} ({})", message::uuid_text(description.uuid), description.name)
                 })
                 .collect();
+            let served = served.join(", ");
+            if asked.is_empty() {
+                let sentence =
+                    format!("The session names none of the devices served here: {served}");
+                return Refusal::new(RefusalCode::DeviceNotVisible, sentence)
+                    .about("device_uuid")
+                    .remedied_by(
+                        "Name one by its UUID when the session is opened (ConnectOptions::device).",
+                    );
+            }
             let asked: String = asked.chars().take(64).collect();
-            let asked = if asked.is_empty() { "without a UUID".to_owned() } else { asked };
-            let sentence =
-                format!("Device {asked} is not served here; served: {}", served.join(", "));
+            let sentence = format!("Device {asked} is not served here; served: {served}");
             Refusal::new(RefusalCode::DeviceNotVisible, sentence).about("device_uuid")
         })
     }
