@@ -79,6 +79,21 @@ fn a_device_that_cannot_serve_ends_the_start_and_says_what_is_missing() {
 }
 
 #[test]
+fn a_device_whose_every_kernel_is_broken_is_not_served() {
+    let bed = CudaBed::over(&[device(1, "one")]);
+    for class in fs::read_dir(bed.stub.directory().join("kernels/sm_90")).unwrap() {
+        for artifact in fs::read_dir(class.unwrap().path()).unwrap() {
+            let artifact = artifact.unwrap().path();
+            let whole = fs::read(&artifact).unwrap();
+            fs::write(&artifact, &whole[..whole.len() - 1]).unwrap();
+        }
+    }
+    let (status, log) = refused(bed.daemon());
+    assert_eq!(status, Some(69), "{log}");
+    assert!(log.contains("hold kernels for sm_90, and none for sm_90 is whole"), "{log}");
+}
+
+#[test]
 fn a_device_without_room_for_the_daemon_is_not_served() {
     let bed = CudaBed::over(&[StubDevice { memory: 1 << 20, ..device(1, "one") }]);
     let (status, log) = refused(bed.daemon());

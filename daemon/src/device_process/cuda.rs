@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use statecopy_kernels::cuda::class::CudaClass;
 use statecopy_kernels::cuda::compile::{Arch, Compiler};
 use statecopy_kernels::cuda::store::{Artifacts, Store, StoreError};
 use statecopy_kernels::cuda::{CudaDevice, CudaOptions, CudaSelector};
@@ -48,13 +49,22 @@ pub(super) fn open(
 fn check_code(device: &CudaDevice, artifacts: &Artifacts, known: &[Arch]) -> Result<(), Refusal> {
     let Err(error) = artifacts.compiler() else { return Ok(()) };
     let chip = device.description().family.clone().unwrap_or_default();
-    let mut known: Vec<String> = known.iter().map(Arch::to_string).collect();
-    if known.contains(&chip) {
+    // One whole artifact will do: which classes a worker needs is not known yet.
+    let whole =
+        |arch| CudaClass::all().into_iter().any(|class| artifacts.obtain(arch, class).is_ok());
+    if chip.parse().is_ok_and(whole) {
         return Ok(());
     }
+    let mut known: Vec<String> = known.iter().map(Arch::to_string).collect();
     known.sort();
     known.dedup();
-    let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+    let known = match known.as_slice() {
+        [] => "none".to_owned(),
+        known if known.contains(&chip) => {
+            format!("{}, and none for {chip} is whole", known.join(", "))
+        }
+        known => known.join(", "),
+    };
     let name = &device.description().name;
     let sentence = format!(
         "There are no kernels for {name} ({chip}): the artifact stores hold kernels for {known}; {error}"
