@@ -25,6 +25,9 @@ use crate::failure::{EXIT_MISMATCHES, Failure};
 use crate::terminal::{self, Table, bytes, grouped};
 use crate::workload::preset::Preset;
 
+/// What to do where NVRTC cannot be opened.
+const NO_COMPILER: &str = "Install NVRTC 11.7 or newer (pip install nvidia-cuda-nvrtc), and name the directory of its libnvrtc.so with --nvrtc.";
+
 /// Does what was asked for.
 ///
 /// # Errors
@@ -61,8 +64,8 @@ struct BuildReport {
 
 fn build(options: &KernelsBuildOptions) -> anyhow::Result<ExitCode> {
     let begin = Instant::now();
-    let compiler =
-        Compiler::open(options.nvrtc.as_deref()).map_err(|error| refused(error.into()))?;
+    let compiler = Compiler::open(options.nvrtc.as_deref())
+        .map_err(|error| refused(Refusal::from(error).remedied_by(NO_COMPILER)))?;
     let version = compiler.version().to_string();
     let store = Store::create(directory(&options.store)).map_err(|error| unusable(&error))?;
     let directory = store.directory().to_owned();
@@ -234,6 +237,12 @@ fn list(options: &KernelsStoreOptions) -> anyhow::Result<ExitCode> {
 
 fn verify(options: &KernelsStoreOptions) -> anyhow::Result<ExitCode> {
     let report = look(options)?;
+    if report.artifacts.is_empty() {
+        // An empty or a wrong directory must not pass for a store that is whole.
+        let sentence = format!("There are no kernels in {}", report.store.display());
+        let remedy = "Name the store, or fill this one with `statecopy kernels build`.";
+        return Err(Failure::usage(sentence, remedy).into());
+    }
     if options.json {
         terminal::print_json(&report)?;
     } else {
@@ -246,8 +255,8 @@ fn verify(options: &KernelsStoreOptions) -> anyhow::Result<ExitCode> {
 fn look(options: &KernelsStoreOptions) -> anyhow::Result<StoreReport> {
     let store = Store::open(directory(options)).map_err(|error| unusable(&error))?;
     let source = source_hash();
-    let artifacts: Vec<Listed> =
-        store.entries().into_iter().map(|entry| listed(entry, &source)).collect();
+    let entries = store.entries().map_err(|error| unusable(&error))?;
+    let artifacts: Vec<Listed> = entries.into_iter().map(|entry| listed(entry, &source)).collect();
     let broken = artifacts.iter().filter(|listed| listed.problem.is_some()).count();
     let whole = artifacts.len() - broken;
     Ok(StoreReport { store: store.directory().to_owned(), source, whole, broken, artifacts })
@@ -279,13 +288,9 @@ fn listed(entry: Entry, source: &str) -> Listed {
 
 fn list_text(report: &StoreReport) -> String {
     let mut table = Table::new(["CHIP", "CLASS", "COMPILER", "SOURCE", "SIZE"]);
-    for listed in &report.artifacts {
-        let cell = |value: &Option<String>| value.clone().unwrap_or_else(|| "?".to_owned());
-        let source = match (&listed.problem, listed.current) {
-            (Some(_), _) => "broken",
-            (None, true) => "this program's",
-            (None, false) => "another",
-        };
+    for listed in report.artifacts.iter().filter(|listed| listed.problem.is_none()) {
+        let cell = |value: &Option<String>| value.clone().unwrap_or_default();
+        let source = if listed.current { "this program's" } else { "another" };
         table.row([
             cell(&listed.arch),
             cell(&listed.class),
@@ -299,6 +304,7 @@ fn list_text(report: &StoreReport) -> String {
         text.push_str(&format!("\n{}\n", table.render()));
     }
     text.push_str(&summary(report));
+    text.push_str(&problems(report));
     text
 }
 
@@ -321,12 +327,14 @@ fn summary(report: &StoreReport) -> String {
 }
 
 fn verify_text(report: &StoreReport) -> String {
-    let mut text = summary(report);
-    for problem in report.artifacts.iter().filter_map(|listed| listed.problem.as_ref()) {
-        text.push_str(&format!("{problem}\n"));
-    }
-    text.push_str(&format!("{} whole, {} broken\n", report.whole, report.broken));
-    text
+    let counts = format!("{} whole, {} broken\n", report.whole, report.broken);
+    summary(report) + &problems(report) + &counts
+}
+
+/// What cannot be used, each file named.
+fn problems(report: &StoreReport) -> String {
+    let problems = report.artifacts.iter().filter_map(|listed| listed.problem.as_ref());
+    problems.map(|problem| format!("{problem}\n")).collect()
 }
 
 // --- both -------------------------------------------------------------------------------------------------------------
@@ -340,7 +348,10 @@ fn directory(options: &KernelsStoreOptions) -> PathBuf {
 }
 
 fn unusable(error: &StoreError) -> Failure {
-    Failure::other(error.to_string(), error.remedy())
+    match error {
+        StoreError::Io { what: "read", .. } => Failure::usage(error.to_string(), error.remedy()),
+        _ => Failure::other(error.to_string(), error.remedy()),
+    }
 }
 
 fn refused(refusal: Refusal) -> anyhow::Error {
@@ -390,7 +401,9 @@ mod tests {
             "sm_90: 1 of 42 kernels\nThe artifact /store/file is broken: cut\n2 whole, 1 broken\n";
         assert_eq!(verify_text(&report), expected);
         let text = list_text(&report);
-        for part in ["/store\n", "this program's", "another", "broken", "2.00 KiB"] {
+        for part in
+            ["/store\n", "this program's", "another", "/store/file is broken: cut", "2.00 KiB"]
+        {
             assert!(text.contains(part), "{text}");
         }
         report.artifacts.clear();

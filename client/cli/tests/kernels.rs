@@ -79,7 +79,7 @@ fn without_a_compiler_the_command_says_where_to_get_one() {
     let told = text(&output.stderr);
     assert_eq!(output.status.code(), Some(40), "{told}");
     assert!(told.contains("NVRTC cannot be loaded") && told.contains(nowhere), "{told}");
-    assert!(told.contains("pip install nvidia-cuda-nvrtc"), "{told}");
+    assert!(told.contains("pip install nvidia-cuda-nvrtc") && told.contains("--nvrtc"), "{told}");
     assert!(!store.exists(), "nothing was made");
 }
 
@@ -112,6 +112,37 @@ fn a_store_that_others_may_write_is_refused() {
         );
     }
     let missing = kernels(&arguments(&place.path().join("missing"), &["list"]));
-    assert_eq!(missing.status.code(), Some(3));
+    assert_eq!(missing.status.code(), Some(2));
     assert!(text(&missing.stderr).contains("cannot be read"), "{}", text(&missing.stderr));
+}
+
+#[test]
+fn what_cannot_be_read_is_never_told_as_whole() {
+    let place = tempfile::tempdir().unwrap();
+    fs::create_dir(place.path().join("sm_90")).unwrap();
+    let class = place.path().join("sm_90/fused-item4-vector16-even");
+    // A link to itself stands for a directory without permission: root may read those.
+    std::os::unix::fs::symlink(&class, &class).unwrap();
+    for command in ["list", "verify"] {
+        let output = kernels(&arguments(place.path(), &[command]));
+        let told = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{told}");
+        assert!(told.contains(&format!("{} cannot be read", class.display())), "{told}");
+        assert!(told.contains("Name a store that this user may use"), "{told}");
+        assert!(output.stdout.is_empty(), "{output:?}");
+    }
+}
+
+#[test]
+fn a_directory_without_kernels_is_not_verified() {
+    let place = tempfile::tempdir().unwrap();
+    let output = kernels(&arguments(place.path(), &["verify"]));
+    let told = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{told}");
+    assert!(told.contains(&format!("no kernels in {}", place.path().display())), "{told}");
+    assert!(told.contains("kernels build"), "{told}");
+    fs::write(place.path().join("some-file"), b"").unwrap();
+    assert_eq!(kernels(&arguments(place.path(), &["verify"])).status.code(), Some(2));
+    let listed = json(&kernels(&arguments(place.path(), &["list"])));
+    assert_eq!(listed["whole"], 0, "{listed}");
 }

@@ -142,12 +142,12 @@ pub enum CompileError {
 }
 
 impl CompileError {
-    /// What to do about it.
+    /// What the operator of a daemon does about it.
     #[must_use]
     pub fn remedy(&self) -> &'static str {
         match self {
             Self::Missing { .. } | Self::Symbol { .. } => {
-                "Install NVRTC 11.7 or newer (pip install nvidia-cuda-nvrtc) and name its directory in LD_LIBRARY_PATH, or \
+                "Install NVRTC 11.7 or newer (pip install nvidia-cuda-nvrtc) and name its directory as cuda.nvrtc_directory, or \
                  use a store that `statecopy kernels build` has filled."
             }
             Self::Arch { .. } => "Install an NVRTC that knows the chip.",
@@ -454,7 +454,9 @@ mod tests {
         assert_eq!(refusal.code(), RefusalCode::PrepareFailed);
         assert!(refusal.sentence().starts_with("NVRTC cannot be loaded: "), "{refusal}");
         assert!(refusal.sentence().contains("libnvrtc.so.12"), "{refusal}");
-        assert!(refusal.remedy().contains("statecopy kernels build"), "{refusal}");
+        for way in ["cuda.nvrtc_directory", "statecopy kernels build"] {
+            assert!(refusal.remedy().contains(way), "{refusal}");
+        }
     }
 
     #[test]

@@ -75,6 +75,9 @@ impl StoreError {
     #[must_use]
     pub fn remedy(&self) -> &'static str {
         match self {
+            Self::Io { what: "read", reason, .. } if reason.kind() == io::ErrorKind::NotFound => {
+                "Name a store that is there, or fill one with `statecopy kernels build`."
+            }
             Self::Io { .. } => "Name a store that this user may use, or make this one so.",
             Self::Untrusted { .. } => {
                 "Let the store and what is in it belong to this user or to root, writable by its owner only (chmod go-w)."
@@ -188,36 +191,58 @@ impl Store {
     }
 
     /// What is there of a source for a class and a chip, whichever the compiler, newest compiler first.
-    fn of_any_compiler(&self, arch: Arch, class: CudaClass, source: &str) -> Vec<ArtifactKey> {
+    fn of_any_compiler(
+        &self,
+        arch: Arch,
+        class: CudaClass,
+        source: &str,
+    ) -> Result<Vec<ArtifactKey>, StoreError> {
         let prefix = format!("{}-", source.get(..SOURCE_DIGITS).unwrap_or(source));
-        let mut compilers: Vec<String> = names(&self.directory_of(arch, class))
+        let mut compilers: Vec<String> = names(&self.directory_of(arch, class))?
             .into_iter()
             .filter_map(|name| Some(name.strip_prefix(&prefix)?.strip_suffix(SUFFIX)?.to_owned()))
             .collect();
         compilers.reverse();
         let key = |compiler| ArtifactKey { arch, class, source: source.to_owned(), compiler };
-        compilers.into_iter().map(key).collect()
+        Ok(compilers.into_iter().map(key).collect())
     }
 
-    /// The chips for which there is something.
+    /// The chips for which there is something; none when the store's directory cannot be read.
     #[must_use]
     pub fn architectures(&self) -> Vec<Arch> {
-        names(&self.directory).into_iter().filter_map(|name| name.parse().ok()).collect()
+        self.chips().unwrap_or_default()
+    }
+
+    fn chips(&self) -> Result<Vec<Arch>, StoreError> {
+        Ok(names(&self.directory)?.into_iter().filter_map(|name| name.parse().ok()).collect())
     }
 
     /// Every file of the store, each checked as a load would.
-    #[must_use]
-    pub fn entries(&self) -> Vec<Entry> {
+    ///
+    /// # Errors
+    /// When a directory of the store cannot be read: what it holds is then unknown.
+    pub fn entries(&self) -> Result<Vec<Entry>, StoreError> {
         let mut entries = Vec::new();
-        for arch in self.architectures() {
+        for arch in self.chips()? {
             for class in CudaClass::all() {
                 let directory = self.directory_of(arch, class);
-                for name in names(&directory).iter().filter(|name| name.ends_with(SUFFIX)) {
+                for name in names(&directory)?.iter().filter(|name| name.ends_with(SUFFIX)) {
                     entries.push(self.entry(directory.join(name), arch, class));
                 }
             }
         }
-        entries
+        Ok(entries)
+    }
+
+    /// For which chips it holds kernels, in a sentence.
+    fn holds(&self) -> String {
+        let chips = match self.chips() {
+            Ok(chips) => chips,
+            Err(error) => return error.to_string(),
+        };
+        let chips: Vec<String> = chips.iter().map(Arch::to_string).collect();
+        let chips = if chips.is_empty() { "nothing".to_owned() } else { chips.join(", ") };
+        format!("{} holds kernels for {chips}", self.directory.display())
     }
 
     fn entry(&self, path: PathBuf, arch: Arch, class: CudaClass) -> Entry {
@@ -301,7 +326,11 @@ impl Artifacts {
     pub fn obtain(&self, arch: Arch, class: CudaClass) -> Result<Artifact, Refusal> {
         let mut problems = Vec::new();
         for store in &self.stores {
-            for key in self.candidates(store, arch, class) {
+            let candidates = self.candidates(store, arch, class).unwrap_or_else(|error| {
+                problems.push(error);
+                Vec::new()
+            });
+            for key in candidates {
                 match store.load(&key) {
                     Ok(Some(code)) => {
                         let origin = Origin::Stored(store.path_of(&key));
@@ -327,9 +356,14 @@ impl Artifacts {
         self.compile(compiler, arch, class, Vec::new())
     }
 
-    fn candidates(&self, store: &Store, arch: Arch, class: CudaClass) -> Vec<ArtifactKey> {
+    fn candidates(
+        &self,
+        store: &Store,
+        arch: Arch,
+        class: CudaClass,
+    ) -> Result<Vec<ArtifactKey>, StoreError> {
         match &self.compiler {
-            Ok(compiler) => vec![self.key(compiler, arch, class)],
+            Ok(compiler) => Ok(vec![self.key(compiler, arch, class)]),
             Err(_) => store.of_any_compiler(arch, class, &self.source),
         }
     }
@@ -372,10 +406,7 @@ impl Artifacts {
             sentence.push_str(": no store is named");
         }
         for store in &self.stores {
-            let chips: Vec<String> = store.architectures().iter().map(Arch::to_string).collect();
-            let holds = if chips.is_empty() { "nothing".to_owned() } else { chips.join(", ") };
-            sentence
-                .push_str(&format!("; {} holds kernels for {holds}", store.directory.display()));
+            sentence.push_str(&format!("; {}", store.holds()));
         }
         for problem in problems {
             sentence.push_str(&format!("; {problem}"));
@@ -384,7 +415,7 @@ impl Artifacts {
         Refusal::new(RefusalCode::PrepareFailed, sentence).about(arch.to_string()).remedied_by(
             format!(
                 "Fill a store with `statecopy kernels build --arch {arch} --all --store DIR` and name it to the daemon, or \
-                 install NVRTC (pip install nvidia-cuda-nvrtc)."
+                 install NVRTC (pip install nvidia-cuda-nvrtc) and name its directory as cuda.nvrtc_directory."
             ),
         )
     }
@@ -442,14 +473,20 @@ fn untrusted(owner: u32, mode: u32, user: u32) -> Option<String> {
 }
 
 /// The names in a directory, sorted; none when it is not there.
-fn names(directory: &Path) -> Vec<String> {
-    let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
-    let mut names: Vec<String> = entries
-        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
-        .take(FILES_MAX)
-        .collect();
+fn names(directory: &Path) -> Result<Vec<String>, StoreError> {
+    let failed = |error| StoreError::io(directory, "read")(error);
+    let entries = match fs::read_dir(directory) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(failed(error)),
+    };
+    let mut names = Vec::new();
+    for entry in entries.take(FILES_MAX) {
+        // A name that is no UTF-8 is none of ours.
+        names.extend(entry.map_err(failed)?.file_name().into_string());
+    }
     names.sort();
-    names
+    Ok(names)
 }
 
 #[cfg(test)]

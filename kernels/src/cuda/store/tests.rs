@@ -48,7 +48,7 @@ fn what_is_saved_is_loaded_and_is_for_this_user_alone() {
     let below = path.strip_prefix(store.directory()).unwrap().to_str().unwrap();
     let name = format!("sm_90/fused-item4-vector16-even/{}-nvrtc-13.0.cubin", &source_hash()[..16]);
     assert_eq!(below, name);
-    let entries = store.entries();
+    let entries = store.entries().unwrap();
     assert_eq!(entries.len(), 1);
     assert_eq!(entries[0].found.as_ref().unwrap(), &key);
 }
@@ -79,7 +79,7 @@ fn a_damaged_file_is_named_and_never_used() {
         let refusal = artifacts.obtain(HOPPER, class()).unwrap_err();
         assert_eq!(refusal.code(), RefusalCode::PrepareFailed);
         assert!(refusal.sentence().contains(path.to_str().unwrap()), "{refusal}");
-        assert!(store.entries()[0].found.is_err());
+        assert!(store.entries().unwrap()[0].found.is_err());
     }
     // The next writer puts a whole one there.
     store.save(&key, b"some machine code").unwrap();
@@ -190,6 +190,27 @@ fn a_store_that_cannot_be_written_says_so_and_keeps_what_it_has() {
         assert!(matches!(store.save(&first, b"new"), Err(StoreError::Io { what: "written", .. })));
     }
     fs::set_permissions(path.parent().unwrap(), fs::Permissions::from_mode(0o700)).unwrap();
+}
+
+#[test]
+fn a_store_that_cannot_be_read_is_not_an_empty_one() {
+    let (_directory, store) = new_store();
+    let key = key(HOPPER, "nvrtc-13.0");
+    let class_directory = store.path_of(&key).parent().unwrap().to_owned();
+    fs::create_dir_all(class_directory.parent().unwrap()).unwrap();
+    // A link to itself stands for a directory without permission: root may read those.
+    std::os::unix::fs::symlink(&class_directory, &class_directory).unwrap();
+    let error = store.entries().unwrap_err();
+    assert!(matches!(error, StoreError::Io { what: "read", .. }), "{error}");
+    let refusal = without_compiler(vec![store.clone()]).obtain(HOPPER, class()).unwrap_err();
+    let told = format!("{} cannot be read", class_directory.display());
+    assert!(refusal.sentence().contains(&told), "{refusal}");
+    fs::remove_dir_all(store.directory()).unwrap();
+    std::os::unix::fs::symlink(store.directory(), store.directory()).unwrap();
+    assert!(store.entries().is_err());
+    let refusal = without_compiler(vec![store.clone()]).obtain(HOPPER, class()).unwrap_err();
+    let told = format!("{} cannot be read", store.directory().display());
+    assert!(refusal.sentence().contains(&told), "{refusal}");
 }
 
 #[test]
