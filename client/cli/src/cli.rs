@@ -21,9 +21,11 @@ use crate::workload::preset::Preset;
 /// no set-up.
 #[derive(Debug, Parser)]
 #[command(
+    name = "statecopy",
     version,
-    after_help = "Exit codes: 0 all right; 1 mismatches were found; 2 wrong usage or input; 3 something else failed; \
-                  20 to 48: the daemon refused, one code for each refusal (docs/exit-codes.md lists them)."
+    after_help = "Exit codes: 0 all right; 1 what was verified is not what it must be (copied bytes, stored kernels); \
+                  2 wrong usage or input; 3 something else failed; 20 to 48: the daemon refused, or the device layer in this \
+                  program, one code for each refusal (docs/exit-codes.md lists them)."
 )]
 pub(crate) struct Cli {
     #[command(subcommand)]
@@ -289,7 +291,7 @@ Examples:
   statecopy kernels build --arch sm_90 --preset kimi-k3-tp8
                                             only what a model needs, in the store of this user
   statecopy kernels list                    what is there
-  statecopy kernels verify                  exit code 1 when a file is damaged
+  statecopy kernels verify                  exit code 1 when a file is damaged, 2 when there is none
 
 `build` needs NVRTC, NVIDIA's run-time compiler: `pip install nvidia-cuda-nvrtc` puts it into
 site-packages/nvidia/*/lib (name that with --nvrtc), a CUDA toolkit has it too.")]
@@ -305,7 +307,8 @@ pub(crate) enum KernelsCommand {
     Build(KernelsBuildOptions),
     /// Show what a store holds
     List(KernelsStoreOptions),
-    /// Check every file of a store; the exit code is 1 when one is damaged
+    /// Check every file of a store; the exit code is 1 when one is damaged, and 2 when there is none or the store cannot be
+    /// read
     Verify(KernelsStoreOptions),
 }
 
@@ -313,7 +316,8 @@ pub(crate) enum KernelsCommand {
 #[derive(Debug, Args)]
 #[command(group = clap::ArgGroup::new("which").required(true).multiple(true).args(["preset", "all"]))]
 pub(crate) struct KernelsBuildOptions {
-    /// The chips: sm_ and the compute capability, as in sm_80 (A100), sm_90 (H100, H200) or sm_100 (B200)
+    /// The chips, with commas between them: sm_ and the compute capability, as in sm_80 (A100), sm_90 (H100, H200) or sm_100
+    /// (B200)
     #[arg(long, value_name = "ARCH", value_delimiter = ',', required = true)]
     pub(crate) arch: Vec<Arch>,
     /// The kernels that layers of these cache layouts need
@@ -335,7 +339,8 @@ pub(crate) struct KernelsBuildOptions {
 /// Which store of compiled kernels.
 #[derive(Debug, Args)]
 pub(crate) struct KernelsStoreOptions {
-    /// The store, a directory [default: $XDG_CACHE_HOME/statecopy/kernels, or ~/.cache/statecopy/kernels]
+    /// The store, a directory [default: $XDG_CACHE_HOME/statecopy/kernels, else ~/.cache/statecopy/kernels, and without HOME
+    /// /var/cache/statecopy/kernels]
     #[arg(long, value_name = "DIR")]
     pub(crate) store: Option<PathBuf>,
     /// Print one JSON object
@@ -375,7 +380,8 @@ mod tests {
     fn the_command_line_is_consistent_and_explains_its_exit_codes() {
         Cli::command().debug_assert();
         let help = Cli::command().render_long_help().to_string();
-        for code in ["0 all right", "1 mismatches", "2 wrong usage", "3 something else", "20 to 48"]
+        for code in
+            ["0 all right", "1 what was verified", "2 wrong usage", "3 something else", "20 to 48"]
         {
             assert!(help.contains(code), "{code} is missing in:\n{help}");
         }

@@ -8,7 +8,7 @@ use statecopy_client::Error;
 
 use crate::terminal::{plain, plain_lines};
 
-/// Bytes were not what they must be.
+/// What was verified is not what it must be: copied bytes, or stored kernels.
 pub(crate) const EXIT_MISMATCHES: u8 = 1;
 /// Wrong usage or input.
 pub(crate) const EXIT_USAGE: u8 = 2;

@@ -26,7 +26,8 @@ use crate::terminal::{self, Table, bytes, grouped};
 use crate::workload::preset::Preset;
 
 /// What to do where NVRTC cannot be opened.
-const NO_COMPILER: &str = "Install NVRTC 11.7 or newer (pip install nvidia-cuda-nvrtc), and name the directory of its libnvrtc.so with --nvrtc.";
+const NO_COMPILER: &str = "Install NVRTC 11.7 or newer (pip install nvidia-cuda-nvrtc), and name the directory of its libnvrtc.so \
+                           with --nvrtc.";
 
 /// Does what was asked for.
 ///

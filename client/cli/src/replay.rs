@@ -56,8 +56,9 @@ struct DaemonCounts {
 pub(crate) fn run(options: &ReplayOptions) -> anyhow::Result<ExitCode> {
     let requests = read_trace(&options.trace, options.requests)?;
     let limits = limits(options);
-    let scheduler = Scheduler::new(limits, requests)
-        .map_err(|error| Failure::usage(format!("The limits do not fit: {error}"), ""))?;
+    let scheduler = Scheduler::new(limits, requests).map_err(|error| {
+        Failure::usage(format!("The limits do not fit: {error}"), error.remedy())
+    })?;
     let report =
         if options.dry_run { schedule(options, scheduler) } else { copy(options, scheduler)? };
     if options.common.json {

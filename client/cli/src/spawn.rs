@@ -111,7 +111,12 @@ impl OwnDaemon {
 
     fn spawn<S: AsRef<OsStr>>(settings: &[(S, S)], http_address: &str) -> anyhow::Result<Self> {
         let directory = tempfile::Builder::new().prefix("statecopy-").tempdir();
-        let directory = directory.context("A temporary runtime directory")?;
+        let directory = directory.map_err(|error| {
+            Failure::other(
+                format!("A temporary runtime directory cannot be made: {error}"),
+                "Let TMPDIR name a directory that exists and that this user may write.",
+            )
+        })?;
         let address = Address::in_directory(directory.path().join("run"));
         let address = address.map_err(statecopy_client::Error::from)?;
         let log = File::create(directory.path().join("log")).context("The daemon's log")?;

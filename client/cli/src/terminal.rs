@@ -7,20 +7,21 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
 /// Rows of text in columns. The first row is the heading.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Table {
     rows: Vec<Vec<String>>,
+    has_heading: bool,
 }
 
 impl Table {
     /// A table with a heading.
     pub(crate) fn new<const N: usize>(heading: [&str; N]) -> Self {
-        Self { rows: vec![heading.map(str::to_owned).to_vec()] }
+        Self { rows: vec![heading.map(str::to_owned).to_vec()], has_heading: true }
     }
 
-    /// A table of names and values, without a heading.
+    /// A table of names and values, without a heading. Its values are of many kinds: none is aligned to the right.
     pub(crate) fn of_values() -> Self {
-        Self::default()
+        Self { rows: Vec::new(), has_heading: false }
     }
 
     /// Adds a row. A cell is one line, whatever a worker put into it.
@@ -33,8 +34,8 @@ impl Table {
         self.rows.len() < 2
     }
 
-    /// The text, two spaces between columns. A column whose cells (but for the heading) begin with a digit is aligned
-    /// to the right.
+    /// The text, two spaces between columns. A column under a heading whose cells begin with a digit is aligned to the
+    /// right.
     pub(crate) fn render(&self) -> String {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
         let cells = |at: usize| self.rows.iter().filter_map(move |row| row.get(at));
@@ -44,7 +45,10 @@ impl Table {
         let right: Vec<bool> = (0..columns)
             .map(|at| {
                 let mut values = cells(at).skip(1).filter(|cell| !cell.is_empty()).peekable();
-                at > 0 && values.peek().is_some() && values.all(|cell| is_number(cell))
+                self.has_heading
+                    && at > 0
+                    && values.peek().is_some()
+                    && values.all(|cell| is_number(cell))
             })
             .collect();
         let mut text = String::new();
@@ -125,23 +129,26 @@ fn is_invisible(character: char) -> bool {
             | '\u{2060}'..='\u{206f}' | '\u{feff}')
 }
 
-/// Writes text of one or more lines to standard output.
+/// Writes text of one or more lines to standard output. Who reads it may stop early, as `head` does.
 ///
 /// # Errors
-/// When nobody reads it.
+/// When it cannot be written.
 pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     write(&plain_lines(text))
 }
 
 fn write(text: &str) -> anyhow::Result<()> {
     let mut stdout = io::stdout().lock();
-    stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).context("Standard output")
+    match stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        written => written.context("Standard output"),
+    }
 }
 
 /// Writes one JSON object to standard output.
 ///
 /// # Errors
-/// When nobody reads it.
+/// When it cannot be written.
 pub(crate) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     write(&json_text(value)?)
 }
@@ -187,6 +194,15 @@ mod tests {
         assert_eq!(table.render(), expected);
         assert!(!table.is_empty());
         assert!(Table::new(["A"]).is_empty());
+    }
+
+    #[test]
+    fn values_of_many_kinds_stand_to_the_left() {
+        let mut table = Table::of_values();
+        table.row(["cache".into(), "tiny, 4 layers".into()]);
+        table.row(["rows".into(), "7".into()]);
+        table.row(["copied".into(), "1.00 MiB".into()]);
+        assert_eq!(table.render(), "cache   tiny, 4 layers\nrows    7\ncopied  1.00 MiB\n");
     }
 
     #[test]

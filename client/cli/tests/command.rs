@@ -255,6 +255,60 @@ fn a_broken_trace_line_is_named_and_nothing_is_started() {
 }
 
 #[test]
+fn what_cannot_be_used_is_told_with_a_way_out() {
+    let place = Place::new();
+    for (arguments, exit, sentence, remedy) in [
+        (
+            &["bench", "--output", "/nowhere/b.json"][..],
+            2,
+            "/nowhere/b.json cannot be made",
+            "Name a new file in a directory that exists",
+        ),
+        (
+            &["bench", "report", "/nowhere.json"],
+            2,
+            "/nowhere.json cannot be read",
+            "Name a file that `statecopy bench --output` wrote",
+        ),
+        (&["replay", "/nowhere.jsonl"], 2, "/nowhere.jsonl", "Name a file of one JSON object"),
+        (&["replay", SMALL_TRACE, "--rows", "1"], 2, "rows is 1", "Give --rows 256 or more"),
+        (
+            &["replay", SMALL_TRACE, "--max-num-seqs", "0"],
+            2,
+            "max-num-seqs is 0",
+            "--max-num-seqs 1",
+        ),
+    ] {
+        let output = place.run(arguments);
+        assert_eq!(output.status.code(), Some(exit), "{arguments:?}: {output:?}");
+        let told = stderr(&output);
+        assert!(told.contains(sentence) && told.contains(remedy), "{arguments:?}: {told}");
+        assert!(output.stdout.is_empty(), "{arguments:?}: {output:?}");
+    }
+    let output = place.command(&["demo"]).env("TMPDIR", "/nowhere").output().unwrap();
+    assert_eq!(output.status.code(), Some(3), "{output:?}");
+    assert!(stderr(&output).contains("Let TMPDIR name a directory"), "{output:?}");
+}
+
+#[test]
+fn a_reader_that_stops_early_is_no_failure() {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let place = Place::new();
+    let mut command = place.command(&["replay", SMALL_TRACE, "--dry-run"]);
+    let output = command.stdout(writer).stderr(Stdio::piped()).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(stderr(&output), "");
+}
+
+#[test]
+fn the_version_is_that_of_the_command() {
+    let output = Place::new().run(&["-V"]);
+    let told = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(told, concat!("statecopy ", env!("CARGO_PKG_VERSION"), "\n"));
+}
+
+#[test]
 fn nobody_answering_is_unavailable_with_a_remedy() {
     let place = Place::new();
     for command in [&["ping"][..], &["status"], &["demo"], &["replay", SMALL_TRACE]] {

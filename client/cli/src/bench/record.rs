@@ -20,6 +20,8 @@ use crate::failure::Failure;
 /// The version of the file's form.
 pub(super) const FORMAT: u32 = 1;
 
+const RECORD_REMEDY: &str = "Name a file that `statecopy bench --output` wrote.";
+
 /// Something for each case, mode and path.
 pub(super) type ByPath<T> = BTreeMap<String, BTreeMap<String, BTreeMap<String, T>>>;
 
@@ -189,12 +191,11 @@ impl Record {
     /// When it cannot be read, or has another form.
     pub(super) fn read(path: &FilePath) -> anyhow::Result<Self> {
         let name = path.display();
-        let bytes = fs::read(path).with_context(|| format!("Reading {name}"))?;
+        let bytes = fs::read(path).map_err(|error| {
+            Failure::usage(format!("{name} cannot be read: {error}"), RECORD_REMEDY)
+        })?;
         let record: Self = serde_json::from_slice(&bytes).map_err(|error| {
-            Failure::usage(
-                format!("{name} is no record of a benchmark: {error}"),
-                "Name a file that `statecopy bench --output` wrote.",
-            )
+            Failure::usage(format!("{name} is no record of a benchmark: {error}"), RECORD_REMEDY)
         })?;
         if record.format != FORMAT {
             let sentence =
@@ -225,7 +226,11 @@ impl Output {
                 "Each run has a file of its own: name another one.",
             )
             .into()),
-            Err(error) => Err(error).with_context(|| format!("Creating {}", path.display())),
+            Err(error) => Err(Failure::usage(
+                format!("{} cannot be made: {error}", path.display()),
+                "Name a new file in a directory that exists and that this user may write.",
+            )
+            .into()),
         }
     }
 

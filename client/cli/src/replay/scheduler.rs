@@ -69,6 +69,21 @@ pub(crate) enum LimitsError {
     TooFewRows { rows: u32, max_num_seqs: u32, needed: u64 },
 }
 
+impl LimitsError {
+    /// What to do about it.
+    pub(crate) fn remedy(&self) -> String {
+        match self {
+            Self::NoSequences => "Let one sequence or more run: --max-num-seqs 1.".to_owned(),
+            Self::ChunkTooSmall(_) => {
+                format!("Give a step more tokens: --chunk-tokens {CHUNK_ALIGNMENT} or more.")
+            }
+            Self::TooFewRows { needed, .. } => {
+                format!("Give --rows {needed} or more, or a smaller --max-num-seqs.")
+            }
+        }
+    }
+}
+
 /// Where a chunk's initial state comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Initial {
