@@ -224,7 +224,8 @@ impl Store {
     pub fn entries(&self) -> Result<Vec<Entry>, StoreError> {
         let mut entries = Vec::new();
         for arch in self.chips()? {
-            for class in CudaClass::all() {
+            let classes = names(&self.directory.join(arch.to_string()))?;
+            for class in classes.iter().filter_map(|name| CudaClass::named(name)) {
                 let directory = self.directory_of(arch, class);
                 for name in names(&directory)?.iter().filter(|name| name.ends_with(SUFFIX)) {
                     entries.push(self.entry(directory.join(name), arch, class));

@@ -205,6 +205,10 @@ fn a_store_that_cannot_be_read_is_not_an_empty_one() {
     let refusal = without_compiler(vec![store.clone()]).obtain(HOPPER, class()).unwrap_err();
     let told = format!("{} cannot be read", class_directory.display());
     assert!(refusal.sentence().contains(&told), "{refusal}");
+    let chip = store.directory().join("sm_100");
+    std::os::unix::fs::symlink(&chip, &chip).unwrap();
+    let error = store.entries().unwrap_err().to_string();
+    assert!(error.starts_with(&format!("{} cannot be read", chip.display())), "{error}");
     fs::remove_dir_all(store.directory()).unwrap();
     std::os::unix::fs::symlink(store.directory(), store.directory()).unwrap();
     assert!(store.entries().is_err());
