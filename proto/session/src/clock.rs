@@ -25,7 +25,8 @@ impl MonotonicNs {
         Self::of(ClockId::MonotonicCoarse)
     }
 
-    /// By how much the coarse clock may be behind: a tick of the kernel, some milliseconds.
+    /// By how much the coarse clock is behind as a rule: a tick of the kernel, some milliseconds. A tick that comes late, as in
+    /// a virtual machine that was not run for a while, makes it more.
     #[must_use]
     pub fn coarse_tick() -> Duration {
         Duration::try_from(clock_getres(ClockId::MonotonicCoarse)).unwrap_or_default()
@@ -83,11 +84,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_coarse_clock_is_behind_by_a_tick_at_most() {
-        let before = MonotonicNs::now();
-        let coarse = MonotonicNs::coarse();
-        assert!(coarse <= MonotonicNs::now());
-        assert!(coarse.after(MonotonicNs::coarse_tick()) >= before);
+    fn the_coarse_clock_is_never_ahead_and_is_behind_by_a_tick_where_ticks_come_in_time() {
+        let mut within_a_tick = (0..1000).filter(|_| {
+            let before = MonotonicNs::now();
+            let coarse = MonotonicNs::coarse();
+            assert!(coarse <= MonotonicNs::now());
+            coarse.after(MonotonicNs::coarse_tick()) >= before
+        });
+        assert!(within_a_tick.next().is_some());
     }
 
     #[test]
