@@ -310,9 +310,9 @@ impl Link {
     }
 
     fn of_another_device(&self, device: DeviceUuid) -> Refusal {
-        let (ours, its) = (uuid_text(self.device), uuid_text(device));
+        let ours = self.device;
         let sentence =
-            format!("The memory lives on device {its}; the session is for device {ours}");
+            format!("The memory lives on device {device}; the session is for device {ours}");
         Refusal::new(RefusalCode::DeviceNotVisible, sentence)
             .remedied_by("Connect with the UUID of the memory's device (ConnectOptions::device).")
     }
@@ -428,11 +428,6 @@ fn parse_uuid(text: &str) -> Option<DeviceUuid> {
         *byte = pair[0] << 4 | pair[1];
     }
     Some(DeviceUuid(bytes))
-}
-
-fn uuid_text(uuid: DeviceUuid) -> String {
-    let digits = format!("{:032x}", u128::from_be_bytes(uuid.0));
-    [0..8, 8..12, 12..16, 16..20, 20..32].map(|group| &digits[group]).join("-")
 }
 
 /// What the daemon published, compared with what was registered.

@@ -178,7 +178,7 @@ where
         };
         let uuid = device.description().uuid;
         if let Some(at) = devices.iter().position(|other| other.description().uuid == uuid) {
-            let (first, uuid) = (settings.devices[at], message::uuid_text(uuid));
+            let (first, uuid) = (settings.devices[at], uuid.to_string());
             return Err(SupervisorError::SameDevice { first, second: *name, uuid });
         }
         devices.push(device);

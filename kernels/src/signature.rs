@@ -1,5 +1,7 @@
 //! Layout signatures (contract: Layout signature).
 
+use std::fmt;
+
 use statecopy_proto::SignatureHash;
 
 use crate::layout::CacheLayout;
@@ -7,6 +9,15 @@ use crate::layout::CacheLayout;
 /// Which device: its UUID, the same for every process that sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct DeviceUuid(pub [u8; 16]);
+
+/// The usual form, in groups of 8, 4, 4, 4 and 12 digits, without the `GPU-` or `MIG-` that tools put before it.
+impl fmt::Display for DeviceUuid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let digits = format!("{:032x}", u128::from_be_bytes(self.0));
+        let groups = [0..8, 8..12, 12..16, 16..20, 20..32].map(|group| &digits[group]);
+        f.write_str(&groups.join("-"))
+    }
+}
 
 /// Bytes to which packed buffers, indices and flags are aligned, and by which the class of a base address is told.
 pub const ALIGNMENT_BYTES: u64 = 16;

@@ -10,7 +10,6 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
 use super::device::DeviceHandle;
-use super::message;
 use super::peer::{AllowedUsers, Caller};
 use super::sessions::{DescriptorRoom, Grant, Sessions};
 use super::telemetry::metrics::{Metrics, Snapshot};
@@ -160,7 +159,7 @@ impl Control {
         self.devices.iter().find_map(|device| {
             let state = device.state();
             let state = state.borrow();
-            let uuid = message::uuid_text(device.description().uuid);
+            let uuid = device.description().uuid.to_string();
             match (state.failed, state.ready) {
                 (true, _) => Some(format!("the device process of {uuid} cannot be started again")),
                 (false, false) => Some(format!("the device process of {uuid} is being started")),

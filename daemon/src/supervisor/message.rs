@@ -2,9 +2,7 @@
 
 use statecopy_kernels::device::{DeviceDescription, Moved};
 use statecopy_kernels::layout::CacheLayout;
-use statecopy_kernels::signature::DeviceUuid;
 use statecopy_proto::{Incarnation, v1};
-use uuid::Uuid;
 
 use super::device::{DeviceHandle, DeviceState};
 use super::sessions::{EndReason, HeldRegion, Publication, PublishedLayer};
@@ -12,15 +10,10 @@ use crate::config::Limits;
 use crate::counters::Counter;
 use crate::record::{PlanInspection, Progress, Stage};
 
-/// A UUID as people write it.
-pub(crate) fn uuid_text(uuid: DeviceUuid) -> String {
-    Uuid::from_bytes(uuid.0).to_string()
-}
-
 pub(crate) fn device_description(device: &DeviceDescription) -> v1::DeviceDescription {
     v1::DeviceDescription {
         kind: device.kind.to_owned(),
-        uuid: uuid_text(device.uuid),
+        uuid: device.uuid.to_string(),
         name: device.name.clone(),
         family: device.family.clone().unwrap_or_default(),
         fused: device.fused.iter().map(|dtype| dtype.to_message().into()).collect(),

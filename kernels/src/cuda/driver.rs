@@ -6,7 +6,7 @@ use std::ptr;
 
 use statecopy_proto::{Refusal, RefusalCode};
 
-use super::selector::{CudaSelector, uuid_text};
+use super::selector::CudaSelector;
 use super::sys::{
     self, DevicePointer, Functions, LoadError, Status, device_attribute, pointer_attribute, status,
 };
@@ -227,7 +227,7 @@ pub(super) struct VisibleDevice {
 impl VisibleDevice {
     /// As people and tools write it.
     pub(super) fn label(&self) -> String {
-        format!("cuda:{} ({}, {})", self.device, self.name, uuid_text(self.uuid))
+        format!("cuda:{} ({}, {})", self.device, self.name, self.uuid)
     }
 }
 

@@ -9,9 +9,10 @@ use std::fmt;
 use std::mem::ManuallyDrop;
 use std::path::Path;
 
-use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use libloading::os::unix::Library;
 
-use super::selector::uuid_text;
+use super::library;
+
 use crate::signature::DeviceUuid;
 
 /// The library, as the loader finds it.
@@ -50,7 +51,7 @@ impl Management {
     /// Opens the library and finds a device, or a slice of one, by its UUID. `None` where either is missing.
     pub(super) fn open(library: &Path, uuid: DeviceUuid) -> Option<Self> {
         // SAFETY: the library belongs to the driver that the operator has installed, or names.
-        let library = unsafe { Library::open(Some(library), RTLD_NOW | RTLD_LOCAL) }.ok()?;
+        let library = unsafe { library::open(library) }.ok()?;
         let library = ManuallyDrop::new(library);
         // SAFETY: `nvml.h` gives the symbol that type. It is used only while the library is loaded.
         let init = *unsafe { library.get::<Init>(b"nvmlInit_v2") }.ok()?;
@@ -64,7 +65,7 @@ impl Management {
         }
         // The driver does not say which of the two it is.
         let device = ["GPU-", "MIG-"].into_iter().find_map(|kind| {
-            let name = CString::new(format!("{kind}{}", uuid_text(uuid))).ok()?;
+            let name = CString::new(format!("{kind}{uuid}")).ok()?;
             let mut device = Device(0);
             // SAFETY: the library reads the name and writes one handle.
             let found = unsafe { find(name.as_ptr(), &raw mut device) };

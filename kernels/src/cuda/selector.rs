@@ -36,7 +36,7 @@ impl fmt::Display for CudaSelector {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Ordinal(ordinal) => write!(f, "cuda:{ordinal}"),
-            Self::Uuid(uuid) => write!(f, "cuda:{}", uuid_text(*uuid)),
+            Self::Uuid(uuid) => write!(f, "cuda:{uuid}"),
         }
     }
 }
@@ -52,12 +52,6 @@ fn parse_uuid(text: &str) -> Option<DeviceUuid> {
         return None;
     }
     Some(DeviceUuid(u128::from_str_radix(&digits, 16).ok()?.to_be_bytes()))
-}
-
-/// A UUID in the usual form, without the `GPU-` or `MIG-` that tools put before it.
-pub(super) fn uuid_text(uuid: DeviceUuid) -> String {
-    let digits = format!("{:032x}", u128::from_be_bytes(uuid.0));
-    [0..8, 8..12, 12..16, 16..20, 20..32].map(|group| &digits[group]).join("-")
 }
 
 #[cfg(test)]

@@ -143,7 +143,7 @@ impl Services {
                 .iter()
                 .map(|device| {
                     let description = device.description();
-                    format!("{} ({})", message::uuid_text(description.uuid), description.name)
+                    format!("{} ({})", description.uuid, description.name)
                 })
                 .collect();
             let served = served.join(", ");

@@ -191,7 +191,7 @@ impl Session {
             protocol_version: self.version.get(),
             worker_pid: self.worker_pid.unwrap_or(0),
             worker_uid: self.opener.uid,
-            device_uuid: message::uuid_text(self.device.description().uuid),
+            device_uuid: self.device.description().uuid.to_string(),
             state: self.state.label().to_owned(),
             regions: self.regions.values().map(message::region_status).collect(),
             layers: layers.iter().map(message::layer_status).collect(),

@@ -11,7 +11,6 @@ use statecopy_proto::{Direction, RefusalCode};
 use super::declared::{self, Kind, METRICS, Metric};
 use crate::counters::Counter as DeviceCounter;
 use crate::supervisor::device::DeviceHandle;
-use crate::supervisor::message;
 use crate::supervisor::services::Method;
 use crate::supervisor::sessions::{EndReason, Totals};
 
@@ -211,7 +210,7 @@ impl Gauges {
 
 impl DeviceMetrics {
     fn new(registry: &Registry, device: &DeviceHandle) -> Self {
-        let uuid = message::uuid_text(device.description().uuid);
+        let uuid = device.description().uuid.to_string();
         let labels = [("device", uuid.as_str())];
         let part = |part: &'static str| {
             let labels = [("device", uuid.as_str()), ("part", part)];

@@ -7,7 +7,6 @@ use statecopy_proto::{PROTOCOL_NEWEST, PROTOCOL_OLDEST, Refusal, RefusalCode, v1
 use tokio_stream::StreamExt as _;
 
 use crate::supervisor::device::DeviceState;
-use crate::supervisor::message::uuid_text;
 use crate::supervisor::testing::{TestDaemon, UUID, Worker, code, connect, eventually, reference};
 
 fn refused(record: DaemonRecord) -> RefusalCode {
@@ -29,7 +28,7 @@ async fn sessions(daemon: &TestDaemon) -> usize {
 async fn a_session_is_opened_attached_and_shown() {
     let daemon = TestDaemon::start(|_| {}).await;
     let opened = daemon.open().await.unwrap();
-    assert_eq!(opened.device.as_ref().unwrap().uuid, uuid_text(UUID));
+    assert_eq!(opened.device.as_ref().unwrap().uuid, UUID.to_string());
     assert_eq!(opened.limits.unwrap().layers_max, 1024);
     assert_eq!(daemon.inspect().await.sessions[0].state, "attaching");
     let worker = Worker { session: reference(&opened), connection: connect(&opened) };
@@ -73,11 +72,11 @@ async fn a_device_that_is_not_served_is_refused_with_a_list_of_those_that_are() 
         let status = daemon.sessions().open(request).await.unwrap_err();
         let refusal = Refusal::from_status(&status).unwrap();
         assert_eq!(refusal.code(), RefusalCode::DeviceNotVisible);
-        assert!(refusal.sentence().contains(&uuid_text(UUID)), "{refusal}");
+        assert!(refusal.sentence().contains(&UUID.to_string()), "{refusal}");
     }
     let request = v1::OpenRequest {
         protocol_version: PROTOCOL_NEWEST,
-        device_uuid: uuid_text(UUID).to_uppercase(),
+        device_uuid: UUID.to_string().to_uppercase(),
         label: String::new(),
     };
     daemon.sessions().open(request).await.unwrap();
