@@ -341,6 +341,21 @@ impl<D: Device> Launch<'_, D> {
     pub fn variant(&self) -> Variant {
         Variant::serving(self.kind, self.direction, self.indices.width())
     }
+
+    /// Holds it against the sizes of what it names, as every device does before it hands out an address.
+    ///
+    /// # Panics
+    /// When packed is not `[L, selected, H, V, K]`, or the part lies outside of it.
+    pub fn assert_sizes(&self, layers: u64, payload_bytes: u64) {
+        let rows = layers.checked_mul(self.selected);
+        let packed_bytes = rows.and_then(|rows| rows.checked_mul(payload_bytes));
+        assert_eq!(Some(self.packed.bytes()), packed_bytes, "Packed is [L, selected, H, V, K]");
+        let part = &self.part;
+        assert!(
+            part.start <= part.end && Some(part.end) <= rows,
+            "The part lies inside the request"
+        );
+    }
 }
 
 /// Rows that a launch moved.

@@ -81,14 +81,8 @@ impl CudaLauncher {
         let layout = launch.caches.layout();
         let payload = layout.payload_bytes();
         assert_eq!(launch.variants.payload_bytes(), payload, "The variants are of another class");
-        let rows = launch.caches.layers().checked_mul(launch.selected);
-        let packed_bytes = rows.and_then(|rows| rows.checked_mul(payload));
-        assert_eq!(Some(launch.packed.bytes()), packed_bytes, "Packed is [L, selected, H, V, K]");
+        launch.assert_sizes(launch.caches.layers(), payload);
         let part = &launch.part;
-        assert!(
-            part.start <= part.end && Some(part.end) <= rows,
-            "The part lies inside the request"
-        );
         assert!(part.end - part.start <= ROWS_PER_LAUNCH_MAX, "The part is one launch");
         let packed = address(&launch.packed);
         assert!(packed.is_multiple_of(ALIGNMENT_BYTES), "Packed is aligned");

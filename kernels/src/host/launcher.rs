@@ -41,14 +41,7 @@ impl HostLauncher {
         let layout = caches.layout();
         let payload = layout.payload_bytes();
         assert_eq!(launch.variants.payload_bytes(), payload, "The variants are of another class");
-        let rows = (caches.layers().len() as u64).checked_mul(launch.selected);
-        let packed_bytes = rows.and_then(|rows| rows.checked_mul(payload));
-        assert_eq!(Some(launch.packed.bytes()), packed_bytes, "Packed is [L, selected, H, V, K]");
-        let part = &launch.part;
-        assert!(
-            part.start <= part.end && Some(part.end) <= rows,
-            "The part lies inside the request"
-        );
+        launch.assert_sizes(caches.layers().len() as u64, payload);
         let streams =
             launch.variants.streams() && launch.packed.bytes() >= STREAM_REQUEST_BYTES_MIN;
         Job {
