@@ -29,7 +29,6 @@ pub(super) fn open(
         Err(error) => return Err(error.into()),
     };
     let compiler = Compiler::open(settings.cuda.nvrtc_directory.as_deref());
-    let known: Vec<Arch> = stores.iter().chain(&writable).flat_map(Store::architectures).collect();
     let artifacts = Arc::new(Artifacts::new(stores, writable, compiler));
     let device = CudaDevice::open(CudaOptions {
         driver_library: settings.cuda.driver_library.clone(),
@@ -41,12 +40,12 @@ pub(super) fn open(
             Arc::clone(guard),
         )
     })?;
-    check_code(&device, &artifacts, &known)?;
+    check_code(&device, &artifacts)?;
     Ok(device)
 }
 
 /// Refuses a device that nothing could ever be launched on: not ready is better than a refusal of each registration.
-fn check_code(device: &CudaDevice, artifacts: &Artifacts, known: &[Arch]) -> Result<(), Refusal> {
+fn check_code(device: &CudaDevice, artifacts: &Artifacts) -> Result<(), Refusal> {
     let Err(error) = artifacts.compiler() else { return Ok(()) };
     let chip = device.description().family.clone().unwrap_or_default();
     // One whole artifact will do: which classes a worker needs is not known yet.
@@ -55,7 +54,7 @@ fn check_code(device: &CudaDevice, artifacts: &Artifacts, known: &[Arch]) -> Res
     if chip.parse().is_ok_and(whole) {
         return Ok(());
     }
-    let mut known: Vec<String> = known.iter().map(Arch::to_string).collect();
+    let mut known: Vec<String> = artifacts.architectures().iter().map(Arch::to_string).collect();
     known.sort();
     known.dedup();
     let known = match known.as_slice() {

@@ -207,12 +207,6 @@ impl Store {
         Ok(compilers.into_iter().map(key).collect())
     }
 
-    /// The chips for which there is something; none when the store's directory cannot be read.
-    #[must_use]
-    pub fn architectures(&self) -> Vec<Arch> {
-        self.chips().unwrap_or_default()
-    }
-
     fn chips(&self) -> Result<Vec<Arch>, StoreError> {
         Ok(names(&self.directory)?.into_iter().filter_map(|name| name.parse().ok()).collect())
     }
@@ -309,6 +303,12 @@ impl Artifacts {
     ) -> Self {
         stores.extend(writable.clone());
         Self { stores, writable, compiler, source: source_hash() }
+    }
+
+    /// The chips for which the stores have something; those of a directory that cannot be read are left out.
+    #[must_use]
+    pub fn architectures(&self) -> Vec<Arch> {
+        self.stores.iter().flat_map(|store| store.chips().unwrap_or_default()).collect()
     }
 
     /// The compiler, or why there is none.
