@@ -7,9 +7,6 @@ use statecopy_client::{
     Address, ConnectOptions, DataType, Error, Indices, Layer, Moved, Rebind, Registration, Request,
     Slice, Strides,
 };
-use statecopy_kernels::cuda::class::CudaClass;
-use statecopy_kernels::cuda::compile::{Arch, source_hash};
-use statecopy_kernels::cuda::store::{ArtifactKey, Store};
 use statecopy_kernels::cuda::{Allocator, CudaExporter, CudaMemory, CudaSelector};
 use statecopy_stub_cuda::{Entered, Object, ProcessReport, Stub, StubDevice};
 
@@ -46,7 +43,7 @@ impl CudaBed {
         let stub = Stub::create_with(devices).expect("a stub driver");
         let entered = stub.enter();
         let exporter = CudaExporter::open(&stub.library()).expect("the stub driver opens");
-        fill_store(&stub.directory().join("kernels"));
+        stub.fill_store();
         Self { exporter, _entered: entered, stub }
     }
 
@@ -55,7 +52,7 @@ impl CudaBed {
     #[must_use]
     pub fn daemon(&self) -> DaemonOptions {
         let quoted = |path: &Path| format!("{:?}", path.display().to_string());
-        let kernels = self.stub.directory().join("kernels");
+        let kernels = self.stub.store();
         let mut options = DaemonOptions::default()
             .setting("devices", "[\"cuda:0\"]")
             .setting("artifact_stores", &format!("[{}]", quoted(&kernels)))
@@ -114,17 +111,6 @@ impl CudaBed {
         eventually(&format!("process {pid} holds {held:?}"), || {
             (self.report(pid).held() == held).then_some(())
         });
-    }
-}
-
-/// A store with code of every class, as far as the stub looks at code.
-fn fill_store(directory: &Path) {
-    let store = Store::create(directory).expect("a store");
-    let (arch, source) = (Arch::of_capability(9, 0), source_hash());
-    for class in CudaClass::all() {
-        let (source, compiler) = (source.clone(), "nvrtc-0.0".to_owned());
-        let key = ArtifactKey { arch, class, source, compiler };
-        store.save(&key, b"\x7fELF of no compiler").expect("a store");
     }
 }
 

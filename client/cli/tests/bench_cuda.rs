@@ -6,26 +6,12 @@ use std::fs;
 use std::process::{Command, Output};
 
 use serde_json::Value;
-use statecopy_kernels::cuda::class::CudaClass;
-use statecopy_kernels::cuda::compile::{Arch, source_hash};
-use statecopy_kernels::cuda::store::{ArtifactKey, Store};
 use statecopy_stub_cuda::Stub;
-
-/// A store with code of every class for the stub's device, as far as the stub looks at code.
-fn fill_store(stub: &Stub) -> std::path::PathBuf {
-    let store = Store::create(stub.directory().join("kernels")).unwrap();
-    for class in CudaClass::all() {
-        let (compiler, source) = ("nvrtc-0.0".to_owned(), source_hash());
-        let key = ArtifactKey { arch: Arch::of_capability(9, 0), class, source, compiler };
-        store.save(&key, b"\x7fELF of no compiler").unwrap();
-    }
-    store.directory().to_owned()
-}
 
 fn bench(stub: &Stub, arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_statecopy"));
     command.arg("bench").args(arguments).env_remove("STATECOPY_ADDR");
-    command.envs(stub.environment()).env("STATECOPY_ARTIFACT_STORE", fill_store(stub));
+    command.envs(stub.environment()).env("STATECOPY_ARTIFACT_STORE", stub.fill_store());
     // The stub's folder has a compiler where a test asked for one.
     let nvrtc = stub.library().parent().unwrap().to_owned();
     command.env("STATECOPY_CUDA__NVRTC_DIRECTORY", nvrtc).output().unwrap()

@@ -79,11 +79,8 @@ fn import(
 
 impl Rig {
     fn new() -> Self {
-        let identity = Identity { incarnation: Incarnation::new([7; 16]), session: SessionId(0) };
-        let parameters = Parameters::for_rows(8, 64).unwrap();
-        let (_sealed, session) = SessionMemory::create(parameters, identity).unwrap();
-        let (executor_bell, answers) = (Doorbell::create().unwrap(), Doorbell::create().unwrap());
-        let ring = session.submitter(executor_bell.try_clone().unwrap());
+        let (session, ring, executor_bell) = session_ring(SessionId(0));
+        let answers = Doorbell::create().unwrap();
         let (sealed, counters) = Counters::create().unwrap();
         let guard = Arc::new(ServingGuard::new(true));
         let device = Arc::new(HostDevice::open(HostOptions::new(Arc::clone(&guard))).unwrap());
@@ -388,13 +385,19 @@ fn sleep_and_wake_need_no_new_prepare_and_other_signatures_are_refused() {
     assert_eq!(rig.guard.entries(Door::Compiler), compiled, "nothing was prepared again");
 }
 
-/// A second worker with a ring of its own.
-fn open_ring(rig: &mut Rig, session: SessionId) -> (SessionMemory, Submitter) {
+/// The memory of a ring that nobody serves yet, its worker's end, and the bell that this end rings.
+fn session_ring(session: SessionId) -> (SessionMemory, Submitter, Doorbell) {
     let identity = Identity { incarnation: Incarnation::new([7; 16]), session };
     let parameters = Parameters::for_rows(8, 64).unwrap();
     let (_sealed, memory) = SessionMemory::create(parameters, identity).unwrap();
     let bell = Doorbell::create().unwrap();
     let submitter = memory.submitter(bell.try_clone().unwrap());
+    (memory, submitter, bell)
+}
+
+/// A second worker with a ring of its own.
+fn open_ring(rig: &mut Rig, session: SessionId) -> (SessionMemory, Submitter) {
+    let (memory, submitter, bell) = session_ring(session);
     let executor = memory.executor(Waker::Futex);
     rig.preparer.open_session(session, executor, bell).unwrap();
     (memory, submitter)
@@ -477,11 +480,7 @@ fn a_supervisor_that_does_not_read_stops_no_copy_and_loses_no_news_of_broken_rin
 fn what_waited_in_a_workers_ring_past_its_deadline_never_starts_unless_it_may_have_before() {
     for (began, outcome) in [(false, Err(RefusalCode::DeadlineExceeded)), (true, Ok(1))] {
         let mut rig = Rig::registered();
-        let identity = Identity { incarnation: Incarnation::new([7; 16]), session: WORKER };
-        let parameters = Parameters::for_rows(8, 64).unwrap();
-        let (_sealed, memory) = SessionMemory::create(parameters, identity).unwrap();
-        let bell = Doorbell::create().unwrap();
-        let mut ring = memory.submitter(bell.try_clone().unwrap());
+        let (memory, mut ring, bell) = session_ring(WORKER);
         let mut request = rig.gather(1, &[0]);
         // As long as it took until a device process looked.
         request.deadline = MonotonicNs::now();
@@ -503,11 +502,7 @@ fn what_waited_in_a_workers_ring_past_its_deadline_never_starts_unless_it_may_ha
 fn a_copy_runs_again_after_one_death_and_is_lost_after_the_second() {
     for (deaths, outcome) in [(1, Ok(1)), (2, Err(RefusalCode::DeviceLost))] {
         let mut rig = Rig::registered();
-        let identity = Identity { incarnation: Incarnation::new([7; 16]), session: WORKER };
-        let parameters = Parameters::for_rows(8, 64).unwrap();
-        let (_sealed, memory) = SessionMemory::create(parameters, identity).unwrap();
-        let bell = Doorbell::create().unwrap();
-        let mut ring = memory.submitter(bell.try_clone().unwrap());
+        let (memory, mut ring, bell) = session_ring(WORKER);
         let mut request = rig.gather(1, &[0]);
         request.deadline = MonotonicNs::now().after(Duration::from_secs(60));
         let sequence = ring.try_submit(&request, &0_i32.to_ne_bytes(), &[]).unwrap();

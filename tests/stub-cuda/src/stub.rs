@@ -11,6 +11,9 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use rustix::fs::statvfs;
+use statecopy_kernels::cuda::class::CudaClass;
+use statecopy_kernels::cuda::compile::{Arch, source_hash};
+use statecopy_kernels::cuda::store::{ArtifactKey, Store};
 use tempfile::TempDir;
 
 use crate::abi::CUresult;
@@ -101,6 +104,27 @@ impl Stub {
     #[must_use]
     pub fn compiler(&self) -> PathBuf {
         self.library_folder().join("libnvrtc.so.13")
+    }
+
+    /// Where [`Stub::fill_store`] puts kernels.
+    #[must_use]
+    pub fn store(&self) -> PathBuf {
+        self.directory().join("kernels")
+    }
+
+    /// Makes a store with code of every class for the stub's own chip, as far as the stub looks at code; gives its directory.
+    ///
+    /// # Panics
+    /// When it cannot be written.
+    pub fn fill_store(&self) -> PathBuf {
+        let store = Store::create(self.store()).expect("a store");
+        let (arch, source) = (Arch::of_capability(9, 0), source_hash());
+        for class in CudaClass::all() {
+            let (source, compiler) = (source.clone(), "nvrtc-0.0".to_owned());
+            let key = ArtifactKey { arch, class, source, compiler };
+            store.save(&key, b"\x7fELF of no compiler").expect("a store");
+        }
+        self.store()
     }
 
     /// What a process needs in its environment to use the stub wherever it opens `libcuda.so.1`.
