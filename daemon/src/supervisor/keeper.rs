@@ -43,6 +43,8 @@ const COPIES_WAITING_MAX: usize = 4096;
 const CALLS_WAITING_MAX: usize = 1024;
 /// How long a device process may take to end by itself.
 const END_MAX: Duration = Duration::from_secs(3);
+/// How long the reading of what a device process said last may take.
+const LAST_WORDS_MAX: Duration = Duration::from_millis(100);
 
 /// Starts the device process and the task that keeps it.
 ///
@@ -138,6 +140,7 @@ impl Keeper {
             self.copies.submit(&mut process.ring);
             if let Err(error) = self.send_next(process).await {
                 warn!(%error, pid = process.pid, "The link to the device process failed");
+                self.hear_last_words(process).await;
                 return self.bury(process).await;
             }
             let deadline = self.copies.next_deadline();
@@ -163,6 +166,7 @@ impl Keeper {
                 }
                 () = sleep_until(deadline) => self.copies.expire(Instant::now()),
                 status = &mut process.exit => {
+                    self.hear_last_words(process).await;
                     self.log_exit(process.pid, status.ok());
                     return self.stopped();
                 }
@@ -183,6 +187,25 @@ impl Keeper {
         };
         self.log_exit(process.pid, status);
         self.stopped()
+    }
+
+    /// Reads what the device process had still said before it ended: why stands there. The link ends with the process, so this
+    /// waits for nobody, unless it lives yet or somebody else holds its end.
+    async fn hear_last_words(&mut self, process: &DeviceProcess) {
+        let reading = async {
+            loop {
+                let heard =
+                    process::receive(&process.link).await.and_then(|reply| self.hear(reply));
+                if let Err(error) = heard {
+                    return error;
+                }
+            }
+        };
+        if let Ok(error @ LinkError::DeviceFailed(_)) =
+            tokio::time::timeout(LAST_WORDS_MAX, reading).await
+        {
+            warn!(%error, pid = process.pid, "The device process is lost");
+        }
     }
 
     fn stopped(&self) -> Stop {
