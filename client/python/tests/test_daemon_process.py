@@ -36,7 +36,7 @@ def test_two_daemons_do_not_meet(start_daemon: Callable[..., Daemon]) -> None:
 
 
 def test_a_missing_binary_is_named_with_what_builds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("STATECOPYD")
+    monkeypatch.delenv("STATECOPYD", raising=False)
     with pytest.raises(AssertionError, match="cargo build -p statecopyd"):
         binary()
     monkeypatch.setenv("STATECOPYD", os.path.join(os.sep, "nowhere", "statecopyd"))
