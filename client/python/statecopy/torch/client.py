@@ -1,0 +1,192 @@
+"""A worker's client over torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from statecopy import _core
+from statecopy.errors import ArgumentError
+from statecopy.torch import device as devices
+from statecopy.torch.fallback import Fallback
+from statecopy.torch.hooks import Hooks
+from statecopy.torch.operators import define
+from statecopy.torch.plan import BindingSet, Plan
+from statecopy.torch.local_plan import LocalBindingSet, LocalPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+OnUnavailable = Literal["raise", "local"]
+
+
+def connect(
+    address: str | None = None,
+    *,
+    device: torch.device | str | int | None = None,
+    on_unavailable: OnUnavailable = "raise",
+    debug: bool = False,
+    timeout_s: float = 10.0,
+    **options: Any,
+) -> Client:
+    """Opens a session with the daemon at ``address``, or at STATECOPY_ADDR, for the device of the worker's tensors.
+
+    ``device`` is torch's name of it (``"cuda:0"``), its index among this process's CUDA devices, or a UUID; None for the
+    daemon's only device. ``on_unavailable="local"`` copies in this process while the daemon is away, loud in the log and in
+    :meth:`Client.counters`; the daemon must be there to connect and to register. ``debug`` has repeated destinations of a
+    scatter refused (ROW_INVALID), at the price of a check in each request. ``options`` are those of ``statecopy.connect``.
+
+    Raises ``statecopy.Unavailable`` when there is no daemon in time, and the daemon's refusals.
+    """
+    if on_unavailable not in ("raise", "local"):
+        raise ArgumentError(
+            f"on_unavailable is {on_unavailable!r}; it must be 'raise' or 'local'",
+            remedy="Choose one of the two.",
+            about="on_unavailable",
+        )
+    uuid, index = devices.find(device)
+    hooks = Hooks(index)
+    if on_unavailable == "local":
+        # An absent daemon is asked for once, not for as long as a call may take.
+        options.setdefault("reconnect_s", 0.0)
+    core = _core.connect(address, device=uuid, timeout_s=timeout_s, hooks=hooks, **options)
+    fallback = Fallback(core, timeout_s) if on_unavailable == "local" else None
+    return Client(core, hooks, fallback, debug=debug)
+
+
+class Plans(Mapping[str, Plan]):
+    """The plans of a registration by name, and its binding sets."""
+
+    def __init__(self, plans: dict[str, Plan], sets: dict[str, BindingSet]) -> None:
+        self._plans = plans
+        self.sets: Mapping[str, BindingSet] = sets
+
+    def __getitem__(self, name: str) -> Plan:
+        return self._plans[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plans)
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def __repr__(self) -> str:
+        return f"<statecopy.torch.Plans {list(self._plans)} sets={list(self.sets)}>"
+
+
+class Client:
+    """One session. It ends with :meth:`close`, or with the ``with`` statement."""
+
+    def __init__(self, core: Any, hooks: Hooks, fallback: Fallback | None, *, debug: bool) -> None:
+        self._core = core
+        self._hooks = hooks
+        self._fallback = fallback
+        self._plans: dict[str, Plan] = {}
+        self.debug = debug
+
+    def register(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        max_selected: int,
+        sets: Mapping[str, Sequence[str]] | None = None,
+        check_unique: bool | None = None,
+        layers: bool = True,
+        progress: Callable[..., object] | None = None,
+    ) -> Plans:
+        """Prepares, seals and publishes the states ``[N, H, V, K]``, all or none, and replaces what was published before.
+
+        ``sets`` names layers of one signature that are copied by one request. ``check_unique`` is the client's ``debug``
+        where it is None. ``layers=False`` gives plans for eager calls and graphs, whose names are not layers of a forward
+        context: compiling them raises.
+
+        Raises ``statecopy.Error``, which names the layer; then nothing is published.
+        """
+        states = dict(tensors)
+        index = devices.of_states(states)
+        if index is not None:
+            self._hooks.index = index
+        unique = self.debug if check_unique is None else check_unique
+        # As late as can be, so that a model's own definition of the names comes first.
+        define("vllm")
+        found = self._core.register(
+            states,
+            max_selected=max_selected,
+            sets=sets,
+            check_unique=unique,
+            progress=progress,
+        )
+        fallback = self._fallback
+        plans: dict[str, Plan] = {}
+        for name, state in states.items():
+            layer = name if layers else None
+            core = found[name]
+            plans[name] = (
+                Plan(core, state, layer)
+                if fallback is None
+                else LocalPlan(core, state, layer, fallback, check_unique=unique)
+            )
+        made: dict[str, BindingSet] = {}
+        for name, members in (sets or {}).items():
+            of = tuple(plans[member] for member in members)
+            core = found.sets[name]
+            made[name] = BindingSet(core, of) if fallback is None else LocalBindingSet(core, of, fallback, check_unique=unique)
+        self._plans = plans
+        return Plans(plans, made)
+
+    def rebind(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Moves published layers to other tensors of the same signature, without preparing again. Their plans go on.
+
+        Raises ``statecopy.PlanError`` for another signature; then no layer has moved.
+        """
+        states = dict(tensors)
+        devices.of_states(states)
+        self._core.rebind(states)
+        for name, state in states.items():
+            self._plans[name]._bind(state)
+
+    def release(self) -> None:
+        """Withdraws the layers and gives their memory back, before the worker sleeps. ``rebind`` brings them back."""
+        self._core.release()
+        for plan in self._plans.values():
+            plan._bind(None)
+
+    def trim(self) -> int:
+        """Gives back pooled buffers that nobody holds and memory that was registered at first sight: how many bytes. Call it
+        where ``torch.cuda.empty_cache`` is called."""
+        return int(self._core.trim())
+
+    def freeze(self) -> None:
+        """Registers nothing at first sight from now on: what is not known is copied into a pooled buffer. Before capture."""
+        self._core.freeze()
+
+    def counters(self) -> dict[str, int]:
+        """What this client did since it connected; ``local_gathers``, ``local_scatters`` and ``outages`` of its fallback."""
+        local = {"local_gathers": 0, "local_scatters": 0, "outages": 0}
+        return {**self._core.counters(), **(local if self._fallback is None else self._fallback.counters())}
+
+    def ping(self) -> Any:
+        """Asks whether the daemon lives."""
+        return self._core.ping()
+
+    def inspect(self) -> dict[str, Any]:
+        """Everything that ``statecopy status`` shows."""
+        found: dict[str, Any] = self._core.inspect()
+        return found
+
+    def close(self) -> None:
+        """Ends the session and gives back everything that it owned."""
+        self._core.close()
+        for plan in self._plans.values():
+            plan._bind(None)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

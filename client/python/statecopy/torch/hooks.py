@@ -1,0 +1,83 @@
+"""What the extension asks torch for: results as tensors, operands in the form that a request takes, streams."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from statecopy.errors import ArgumentError
+from statecopy.torch.memory import dtype_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# An operand in shared memory begins at a multiple of it (contract: Both).
+ALIGNMENT = 16
+FLAG_TYPES = (torch.bool, torch.uint8, torch.int8)
+
+
+def _current_raw_stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _current_raw_stream)
+
+
+class Hooks:
+    """The hooks of one client. ``index`` is the session's device among this process's CUDA devices, once it is known."""
+
+    def __init__(self, index: int | None) -> None:
+        self.index = index
+
+    # Called for each gather: torch's own function, with nothing around it.
+    wrap: Callable[[Any], torch.Tensor] = staticmethod(torch._C._from_dlpack)
+
+    def stream(self) -> int:
+        """The raw handle of the current stream on the session's device."""
+        return _raw_stream(self._device())
+
+    def capturing(self) -> bool:
+        """Whether the current stream of the session's device is being captured into a graph."""
+        if not torch.cuda.is_initialized():
+            return False
+        with torch.cuda.device(self._device()):
+            return torch.cuda.is_current_stream_capturing()
+
+    def normalise(self, role: str, tensor: torch.Tensor, dtype: str | torch.dtype | None = None) -> torch.Tensor:
+        """An operand that cannot be used as it is, as one that can, on its own device. No value is read here."""
+        tensor = tensor.detach()
+        if role == "flags":
+            return _aligned(_bytes(tensor))
+        if role == "indices":
+            return _aligned(tensor)
+        if role == "packed" and dtype is not None:
+            return _aligned(tensor.to(dtype_of(dtype)))
+        raise ArgumentError(f"The role is {role!r}; operands are indices, flags or packed", about="role")
+
+    def stage(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copies an operand into shared memory, on the current stream."""
+        into.copy_(tensor.detach().view(into.shape))
+
+    def _device(self) -> int:
+        return torch.cuda.current_device() if self.index is None else self.index
+
+
+def _bytes(flags: torch.Tensor) -> torch.Tensor:
+    """A vector of one byte a flag: zero is false, every other value true."""
+    flat = flags.reshape(-1)
+    if flat.dtype in FLAG_TYPES:
+        return flat
+    if flat.dtype.is_floating_point or flat.dtype.is_complex:
+        raise ArgumentError(
+            f"flags is {flags.dtype}; it must be of an integer or bool type",
+            code="FLAGS_MISMATCH",
+            remedy="Give one flag of an integer or bool type for each index.",
+            about="flags",
+        )
+    return flat.to(torch.bool)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone(memory_format=torch.contiguous_format)

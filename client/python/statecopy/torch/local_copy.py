@@ -1,0 +1,99 @@
+"""The copies in this process, by torch: what a fallback does while the daemon is away.
+
+The contract is the daemon's (contract: Gather, Scatter): bits are copied, an invalid index gives zeros or is skipped, flags
+never suppress a final write. No value is read on the host where the tensors are on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from statecopy.errors import ArgumentError
+from statecopy.torch.checks import check_flags, check_indices, check_packed, check_selected
+from statecopy.torch.memory import bits
+
+
+def gather(
+    states: Sequence[torch.Tensor], indices: torch.Tensor, flags: torch.Tensor | None, max_selected: int
+) -> torch.Tensor:
+    """``packed[l, s] = states[l][indices[s]]`` where the index is valid and the flag is true; else zeros."""
+    first = states[0]
+    check_indices(first, indices)
+    check_selected(indices, max_selected)
+    valid = _valid(first, indices)
+    if flags is not None:
+        check_flags(first, indices, flags)
+        valid &= flags.reshape(-1).to(torch.bool)
+    # An invalid index must not reach the copy; row 0 is always there.
+    rows = torch.where(valid, indices, 0)
+    absent = ~valid.view(-1, 1, 1, 1)
+    packed = first.new_empty((len(states), indices.shape[0], *first.shape[1:]))
+    for layer, state in enumerate(states):
+        torch.index_select(bits(state), 0, rows, out=bits(packed[layer]))
+    bits(packed).masked_fill_(absent, 0)
+    return packed
+
+
+def scatter(
+    states: Sequence[torch.Tensor], packed: torch.Tensor, indices: torch.Tensor, max_selected: int
+) -> None:
+    """``states[l][indices[s]] = packed[l, s]`` where the index is valid."""
+    first = states[0]
+    check_indices(first, indices)
+    check_selected(indices, max_selected)
+    check_packed((len(states), indices.shape[0], *first.shape[1:]), first, packed)
+    if indices.shape[0] == 0:
+        return
+    packed = bits(packed.detach().to(first.dtype).contiguous())
+    valid = _valid(first, indices)
+    if not first.is_cuda:
+        rows, chosen = indices[valid].long(), packed[:, valid]
+        for layer, state in enumerate(states):
+            bits(state).index_copy_(0, rows, chosen[layer])
+        return
+    # How many are valid is not asked on the host, so each invalid one repeats a valid one: the same bytes to the same row.
+    # Where none is valid, row 0 is given its own bytes.
+    donor = valid.to(torch.uint8).argmax()
+    rows = torch.where(valid, indices, indices[donor])
+    none = ~valid.any()
+    rows = torch.where(none, 0, rows).long()
+    for layer, state in enumerate(states):
+        cells = bits(state)
+        row = valid.view(-1, 1, 1, 1)
+        given = torch.where(row, packed[layer], packed[layer].index_select(0, donor.view(1)))
+        cells.index_copy_(0, rows, torch.where(none, cells[:1], given))
+
+
+def check_unique(state: torch.Tensor, indices: torch.Tensor) -> None:
+    """Raises ``ArgumentError`` where a valid destination is named twice. It reads the indices on the host."""
+    check_indices(state, indices)
+    rows, times = indices[_valid(state, indices)].unique(return_counts=True)
+    repeated = rows[times > 1].tolist()
+    if repeated:
+        raise ArgumentError(
+            f"indices names the row {repeated[0]} more than once; the destinations of a scatter are unique",
+            code="ROW_INVALID",
+            remedy="Scatter each row once.",
+            about="indices",
+        )
+
+
+def finish(packed: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """The result, in the caller's tensor where one was given."""
+    if out is None:
+        return packed
+    if out.shape != packed.shape or out.dtype != packed.dtype:
+        raise ArgumentError(
+            f"out is {out.dtype} {tuple(out.shape)}; the copy gives {packed.dtype} {tuple(packed.shape)}",
+            code="PACKED_MISMATCH",
+            remedy="Give a tensor of that type and shape.",
+            about="out",
+        )
+    bits(out).copy_(bits(packed))
+    return out
+
+
+def _valid(state: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    return (indices >= 0) & (indices < state.shape[0])
