@@ -82,6 +82,11 @@ class Daemon:
         assert len(children) == 1, f"the supervisor's children are {children}"
         return children[0]
 
+    def device_process_or_none(self) -> int | None:
+        """The same, while it may be away."""
+        children = _children(self.pid)
+        return children[0] if len(children) == 1 else None
+
     @property
     def running(self) -> bool:
         """Whether the supervisor runs."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 
 import pytest
+
 from daemon_process import Daemon, binary, runs
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from daemon_process import Daemon
 
 HERE = Path(__file__).parent
