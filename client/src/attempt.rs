@@ -73,12 +73,12 @@ impl<'a> Attempts<'a> {
             Effect::Session => self.call.deadline,
             Effect::Copy { start, .. } => start,
         };
-        self.reconnect(until).await
+        self.reconnect(until, self.shared.options.reconnect_for).await
     }
 
     /// The first link. A daemon that is not there is waited for until then.
     pub(crate) async fn connect(&self, until: Instant) -> Result<Arc<Link>, Error> {
-        self.reconnect(until).await
+        self.reconnect(until, Duration::MAX).await
     }
 
     /// `Ok`: repeat it with the next link. `Err`: the caller hears of it.
@@ -111,11 +111,13 @@ impl<'a> Attempts<'a> {
         self.shared.error(&self.call, failure)
     }
 
-    async fn reconnect(&self, until: Instant) -> Result<Arc<Link>, Error> {
+    /// Whoever else connects is waited for until then; a daemon that is not there for that long, if that is less.
+    async fn reconnect(&self, until: Instant, for_daemon: Duration) -> Result<Arc<Link>, Error> {
         // One at a time. The permit is no lock: nobody waits for it who could go on without a link. The client owns the
         // semaphore and never closes it, so a permit always comes, or the deadline.
         let permit = timeout_at(until, self.shared.connecting.acquire()).await;
         let _permit = permit.map_err(|_| self.error(Failure::Late))?;
+        let until = until.min(self.call.within(for_daemon).deadline);
         let mut backoff = BACKOFF_FIRST;
         loop {
             if let Some(link) = self.shared.live_link()? {

@@ -171,6 +171,12 @@ impl Client {
         self.driver.drive(self.client.release_region(region))
     }
 
+    /// Whether a copy may still run though nobody waits for it. See [`crate::Client::has_stray_copies`].
+    #[must_use]
+    pub fn has_stray_copies(&self) -> bool {
+        self.client.has_stray_copies()
+    }
+
     /// Several copies in order, each answered by itself. See [`crate::Client::copy_many`]; a blocking plan is named by
     /// [`Plan::as_async`].
     ///

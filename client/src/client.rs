@@ -299,6 +299,14 @@ impl Client {
         }
     }
 
+    /// Whether a copy that was sent may still run though nobody waits for it: it was given up, or the daemon went away before
+    /// the answer, and the device process that has it is not known to be dead. While it is so, the bytes of packed buffers and
+    /// rows may yet change. The copies that other callers wait for now do not count.
+    #[must_use]
+    pub fn has_stray_copies(&self) -> bool {
+        self.shared.has_stray_copies()
+    }
+
     /// Gives a region back; one of device memory with the last of those who registered it.
     ///
     /// # Errors

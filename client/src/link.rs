@@ -30,7 +30,7 @@ use crate::records::{LinkNumber, RegistrationNumber};
 use crate::region::{Region, RegionKey, RegionRecord, Slice, Source};
 use crate::registration::{Layer, Registration};
 use crate::ring::RingCopies;
-use crate::socket::{DescriptorSocket, path_seen_here};
+use crate::socket::{DescriptorSocket, Executor, Silence, path_seen_here};
 use crate::sync::{AtomicBool, AtomicU64, Ordering};
 use crate::transport::{Carrier, GrpcCopies, ResolvedSlice};
 
@@ -177,6 +177,16 @@ impl Link {
     /// Remembers that this life is over.
     pub(crate) fn retire(&self) {
         self.retired.store(true, Ordering::Relaxed);
+    }
+
+    /// Who may still run a copy of this session, when it is let go: nobody where each was answered.
+    pub(crate) fn executor_left(&self) -> Option<Executor> {
+        self.carrier.has_unanswered().then(|| self.socket.executor())
+    }
+
+    /// Whether a copy may run yet that nobody waits for any more.
+    pub(crate) fn has_stray_copies(&self) -> bool {
+        self.carrier.has_given_up() && !matches!(self.socket.silence(), Some(Silence::DaemonGone))
     }
 
     pub(crate) fn reference(&self) -> v1::SessionRef {

@@ -44,6 +44,8 @@ pub struct ConnectOptions {
     pub populate: bool,
     /// Whether a client that meets another life of the daemon opens a session and registers again by itself.
     pub reregister: bool,
+    /// How long a call looks for a daemon that went away, at most until its own deadline. Zero: once.
+    pub reconnect_for: Duration,
     /// What carries copies.
     pub transport: Transport,
     /// On the ring: how long a blocking call looks for its answer before it sleeps. A copy that moves bytes is then looked for
@@ -66,6 +68,7 @@ impl Default for ConnectOptions {
             copy_slack: Duration::from_secs(5),
             populate: true,
             reregister: true,
+            reconnect_for: Duration::MAX,
             transport: Transport::Ring,
             spin: Duration::from_micros(50),
             versions: PROTOCOL_OLDEST..=PROTOCOL_NEWEST,

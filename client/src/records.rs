@@ -16,6 +16,7 @@ use crate::lock::lock;
 use crate::options::ConnectOptions;
 use crate::region::{Region, RegionKey, RegionRecord, Source};
 use crate::registration::{Layer, Rebind, Registration};
+use crate::socket::Executor;
 
 /// What all clones of a client share.
 #[derive(Debug)]
@@ -34,6 +35,9 @@ pub(crate) struct Shared {
 pub(crate) struct State {
     link: Option<Arc<Link>>,
     closed: bool,
+    /// Who may still run copies of the last session that was let go. Those before it are dead: a device process is started
+    /// when the one before was reaped, and a daemon when the one before and its device process are gone.
+    executor_left: Option<Executor>,
     /// What the daemon said last that ends a link, until the next one.
     last_refusal: Option<Refusal>,
     pub(crate) regions: BTreeMap<RegionKey, Arc<RegionRecord>>,
@@ -168,9 +172,24 @@ impl Shared {
         }
         let mut state = lock(&self.state);
         if state.link.as_ref().is_some_and(|current| current.number == link.number) {
-            state.link = None;
+            state.let_go();
         }
         Ok(None)
+    }
+
+    /// Whether a copy may run yet that nobody waits for any more.
+    pub(crate) fn has_stray_copies(&self) -> bool {
+        let link = {
+            let mut state = lock(&self.state);
+            if state.executor_left.as_ref().is_some_and(Executor::is_known_dead) {
+                state.executor_left = None;
+            }
+            if state.executor_left.is_some() {
+                return true;
+            }
+            state.link.clone()
+        };
+        link.is_some_and(|link| link.has_stray_copies())
     }
 
     /// Makes a link the current one.
@@ -224,7 +243,7 @@ impl Shared {
         state.closed = true;
         state.registration = None;
         state.regions.clear();
-        state.link.take()
+        state.let_go()
     }
 
     /// The registration of now with some layers moved.
@@ -247,6 +266,15 @@ impl Shared {
 }
 
 impl State {
+    /// Lets the link of now go.
+    fn let_go(&mut self) -> Option<Arc<Link>> {
+        let link = self.link.take()?;
+        if let Some(executor) = link.executor_left() {
+            self.executor_left = Some(executor);
+        }
+        Some(link)
+    }
+
     /// Layers moved, unless their registration was replaced meanwhile.
     pub(crate) fn moved(&mut self, moves: Moves) {
         if let Some(current) = &mut self.registration

@@ -122,6 +122,16 @@ impl RingCopies {
         lock(&self.ring.state).slots()
     }
 
+    /// Whether a copy was not answered yet, whoever waits for it.
+    pub(crate) fn has_unanswered(&self) -> bool {
+        lock(&self.ring.state).has_unanswered()
+    }
+
+    /// Whether a copy that nobody waits for any more was not answered yet.
+    pub(crate) fn has_given_up(&self) -> bool {
+        lock(&self.ring.state).has_given_up()
+    }
+
     /// Submits a copy for this thread, if there is a place.
     pub(crate) fn try_submit(
         &self,

@@ -43,6 +43,16 @@ pub(crate) enum Silence {
     SessionEnded(String),
 }
 
+/// A device process, by its pidfd; without one it is not known when it ends.
+#[derive(Debug)]
+pub(crate) struct Executor(Option<OwnedFd>);
+
+impl Executor {
+    pub(crate) fn is_known_dead(&self) -> bool {
+        self.0.as_ref().is_some_and(|pidfd| has_exited(pidfd).unwrap_or(false))
+    }
+}
+
 /// The session's ring, as the daemon sends it.
 #[derive(Debug)]
 pub(crate) struct RingDescriptors {
@@ -195,6 +205,13 @@ impl DescriptorSocket {
             return Some(Silence::SessionEnded(sentence));
         }
         (read && !open && self.device_process_is_dead()).then_some(Silence::DaemonGone)
+    }
+
+    /// Who may run what the session was asked: the device process of now.
+    pub(crate) fn executor(&self) -> Executor {
+        self.read_news();
+        let pidfd = lock(&self.device_process).as_ref().and_then(|pidfd| pidfd.try_clone().ok());
+        Executor(pidfd)
     }
 
     fn device_process_is_dead(&self) -> bool {

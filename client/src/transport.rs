@@ -4,6 +4,7 @@
 //! gRPC.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::time::Duration;
 
 use statecopy_kernels::device::Moved;
@@ -17,6 +18,7 @@ use v1::copy_service_client::CopyServiceClient;
 use crate::call::{Call, Failure};
 use crate::error::ProtocolError;
 use crate::ring::{Held, RingCopies, TaskFlight};
+use crate::sync::{AtomicU64, Ordering};
 
 /// A copy as one session of the daemon understands it.
 #[derive(Debug)]
@@ -68,6 +70,22 @@ pub(crate) enum Carrier {
 }
 
 impl Carrier {
+    /// Whether a copy was not answered yet, whoever waits for it.
+    pub(crate) fn has_unanswered(&self) -> bool {
+        match self {
+            Self::Ring(ring) => ring.has_unanswered(),
+            Self::Grpc(grpc) => grpc.unanswered.any(),
+        }
+    }
+
+    /// Whether a copy that nobody waits for any more was not answered yet. Over gRPC it is not known who waits.
+    pub(crate) fn has_given_up(&self) -> bool {
+        match self {
+            Self::Ring(ring) => ring.has_given_up(),
+            Self::Grpc(grpc) => grpc.unanswered.any(),
+        }
+    }
+
     /// One copy, answered.
     pub(crate) async fn copy(
         &self,
@@ -135,6 +153,31 @@ pub(crate) fn each(outcome: Result<Moved, Failure>) -> Result<Result<Moved, Refu
 pub(crate) struct GrpcCopies {
     stub: CopyServiceClient<Channel>,
     session: v1::SessionRef,
+    unanswered: Unanswered,
+}
+
+/// Counts calls that were sent and of which it is not known what became.
+#[derive(Debug, Clone, Default)]
+struct Unanswered(Arc<AtomicU64>);
+
+impl Unanswered {
+    /// Counts a call until its outcome is known: one that is dropped half-way stays counted.
+    async fn until_known<T>(
+        self,
+        call: impl Future<Output = Result<T, Failure>>,
+    ) -> Result<T, Failure> {
+        // SYNC: a count and nothing more; whoever reads it asks again.
+        self.0.fetch_add(1, Ordering::Relaxed);
+        let outcome = call.await;
+        if !matches!(&outcome, Err(failure) if failure.is_unknown()) {
+            self.0.fetch_sub(1, Ordering::Relaxed);
+        }
+        outcome
+    }
+
+    fn any(&self) -> bool {
+        self.0.load(Ordering::Relaxed) > 0
+    }
 }
 
 impl GrpcCopies {
@@ -142,7 +185,7 @@ impl GrpcCopies {
         let stub = CopyServiceClient::new(channel)
             .max_decoding_message_size(MESSAGE_BYTES_MAX)
             .max_encoding_message_size(MESSAGE_BYTES_MAX);
-        Self { stub, session }
+        Self { stub, session, unanswered: Unanswered::default() }
     }
 
     /// One copy, answered. What it sends is owned, so that it need not be awaited where it was asked for.
@@ -155,12 +198,16 @@ impl GrpcCopies {
         let message = message(&copy, Some(self.session.clone()));
         let held = copy.held;
         let session = self.session.clone();
-        let mut stub = self.stub.clone();
+        let (mut stub, unanswered) = (self.stub.clone(), self.unanswered.clone());
         async move {
             let request = call.request(message)?;
             let reply = match direction {
-                Direction::Gather => call.answer(stub.gather(request)).await?,
-                Direction::Scatter => call.answer(stub.scatter(request)).await?,
+                Direction::Gather => {
+                    unanswered.until_known(call.answer(stub.gather(request))).await?
+                }
+                Direction::Scatter => {
+                    unanswered.until_known(call.answer(stub.scatter(request))).await?
+                }
             };
             drop(held);
             same_life(&session, &reply.incarnation)?;
@@ -184,7 +231,8 @@ impl GrpcCopies {
         let request =
             call.request(v1::CopyManyRequest { session: Some(self.session.clone()), copies })?;
         let mut stub = self.stub.clone();
-        let reply = call.answer(stub.copy_many(request)).await?;
+        let unanswered = self.unanswered.clone();
+        let reply = unanswered.until_known(call.answer(stub.copy_many(request))).await?;
         same_life(&self.session, &reply.incarnation)?;
         if reply.answers.len() != wanted {
             let given = reply.answers.len();

@@ -101,6 +101,18 @@ impl State {
         self.tasks > 0
     }
 
+    /// Whether a copy was not answered yet, whoever waits for it.
+    pub(super) fn has_unanswered(&mut self) -> bool {
+        self.read_for_nobody();
+        self.entries.iter().any(Option::is_some)
+    }
+
+    /// Whether a copy that nobody waits for any more was not answered yet.
+    pub(super) fn has_given_up(&mut self) -> bool {
+        self.read_for_nobody();
+        self.given_up > 0
+    }
+
     /// Submits a copy, if there is a place; then what it holds is held here. A copy that the ring cannot carry is refused.
     pub(super) fn submit(
         &mut self,
@@ -207,11 +219,15 @@ impl State {
     /// Nobody wants the answer any more.
     pub(super) fn give_up(&mut self, sequence: Sequence) {
         let at = self.index(sequence);
-        let Some(entry) = self.entries[at].as_mut().filter(|entry| entry.sequence == sequence)
-        else {
-            return;
-        };
-        match mem::replace(&mut entry.owner, Owner::Nobody) {
+        if self.entries[at].as_ref().is_some_and(|entry| entry.sequence == sequence) {
+            self.disown(at);
+        }
+    }
+
+    /// Makes a slot nobody's: whose it was.
+    fn disown(&mut self, at: usize) -> Option<Owner> {
+        let owner = mem::replace(&mut self.entries[at].as_mut()?.owner, Owner::Nobody);
+        match owner {
             Owner::Thread => self.given_up += 1,
             Owner::Task(_) => {
                 self.tasks -= 1;
@@ -219,6 +235,7 @@ impl State {
             }
             Owner::Nobody => {}
         }
+        Some(owner)
     }
 
     /// Answers every task whose copy is answered; true if a slot became free.
@@ -245,7 +262,10 @@ impl State {
             };
             let Some(outcome) = outcome(self, sequence) else { continue };
             freed = true;
-            if let Some(Owner::Task(task)) = self.forget(at) {
+            // What was lost may run yet.
+            let lost = matches!(&outcome, Err(failure) if failure.is_unknown());
+            let owner = if lost { self.disown(at) } else { self.forget(at) };
+            if let Some(Owner::Task(task)) = owner {
                 // A task that went away meanwhile wants no answer.
                 task.send(outcome).ok();
             }

@@ -365,6 +365,53 @@ fn when_nobody_is_left_to_answer_a_copy_that_was_begun_is_lost_and_another_moved
 }
 
 #[test]
+fn a_copy_counts_as_unanswered_until_its_answer_whoever_waits_for_it() {
+    let rig = rig(Duration::ZERO);
+    let standing = |unanswered, given_up| {
+        assert_eq!(rig.copies.has_unanswered(), unanswered);
+        assert_eq!(rig.copies.has_given_up(), given_up);
+    };
+    standing(false, false);
+    let flight = rig.submit(&[1]);
+    standing(true, false);
+    assert!(matches!(flight.wait(&hasty()), Err(Failure::Unanswered)));
+    standing(true, true);
+    let mut executor = rig.executor();
+    let taken = take(&mut executor);
+    answer(&mut executor, &taken);
+    standing(false, false);
+}
+
+#[test]
+fn a_copy_that_was_begun_when_its_session_ended_counts_as_unanswered() {
+    let mut rig = rig(Duration::ZERO);
+    let task = rig.runtime.block_on(rig.copies.submit_task(rig.copy(&[1]), &patient())).unwrap();
+    let mut executor = rig.executor();
+    let taken = take(&mut executor);
+    executor.accept(taken.sequence);
+    let daemon = rig.daemon.take().unwrap();
+    let sentence = "Its ring jumped".to_owned();
+    daemon.send(&DaemonRecord::SessionEnded { sentence }.encode(), &[]).unwrap();
+    let lost = rig.runtime.block_on(task.wait(&patient()));
+    assert!(matches!(lost, Err(Failure::Lost(_))), "{lost:?}");
+    assert!(rig.copies.has_given_up(), "the device process lives, and may copy yet");
+}
+
+#[test]
+fn an_executor_is_known_dead_once_its_process_is() {
+    let mut rig = rig(Duration::ZERO);
+    let (_daemon, worker) = Connection::pair().unwrap();
+    let socket = {
+        let _inside = rig.runtime.enter();
+        DescriptorSocket::attached(worker, rig.device_process.pidfd())
+    };
+    let executor = socket.executor();
+    assert!(!executor.is_known_dead());
+    rig.device_process.die();
+    assert!(executor.is_known_dead());
+}
+
+#[test]
 fn when_a_living_daemon_ends_the_session_whoever_waits_learns_why_and_what_is_left_behind() {
     for spin in [Duration::ZERO, PATIENCE] {
         let mut rig = rig(spin);

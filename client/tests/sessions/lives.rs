@@ -72,6 +72,47 @@ fn a_call_waits_for_the_next_daemon_until_its_deadline() {
 }
 
 #[test]
+fn a_client_that_looks_for_an_absent_daemon_once_does_not_wait_for_it() {
+    let directory = directory();
+    let daemon = Fake::start(directory.path(), 1);
+    let once = ConnectOptions { reconnect_for: Duration::ZERO, ..options() };
+    let worker = Worker::start(&daemon, once);
+    drop(daemon);
+    let started = Instant::now();
+    let error = worker.bindings.layer("a").unwrap().gather(worker.request()).unwrap_err();
+    let Error::Unavailable { leaves: Leaves::NothingMoved, .. } = error else {
+        panic!("{error:?}");
+    };
+    assert!(started.elapsed() < Duration::from_secs(5), "it waited for a daemon");
+    assert!(!worker.client.has_stray_copies(), "nothing was ever asked of the daemon that died");
+    let next = Fake::start(directory.path(), 2);
+    worker.bindings.layer("a").unwrap().gather(worker.request()).unwrap();
+    assert_registered_again(&next, 1);
+}
+
+#[test]
+fn a_copy_without_an_answer_is_astray_until_its_executor_is_known_dead() {
+    let directory = directory();
+    let (daemon, worker) = pair(directory.path());
+    let plan = worker.bindings.layer("a").unwrap();
+    plan.scatter(worker.request()).unwrap();
+    assert!(!worker.client.has_stray_copies(), "it was answered");
+    daemon.seen().scripts.push_back(Script::Hang);
+    std::thread::scope(|scope| {
+        let copy = scope.spawn(|| plan.scatter(worker.request()));
+        daemon.wait_until("the copy arrives", |seen| seen.count("scatter") == 2);
+        drop(daemon);
+        let error = copy.join().unwrap().unwrap_err();
+        assert_eq!(error.leaves(), Leaves::Unknown, "{error:?}");
+    });
+    let next = Fake::start(directory.path(), 2);
+    plan.gather(worker.request()).unwrap();
+    assert_registered_again(&next, 1);
+    // The first one told of no device process.
+    assert!(worker.client.has_stray_copies());
+}
+
+#[test]
 fn a_copy_with_an_unknown_outcome_is_repeated_only_if_the_caller_says_so() {
     for repeat in [false, true] {
         let directory = directory();

@@ -91,7 +91,7 @@ class Fallback:
 
     def _require_quiet(self, error: Error, deadline: float) -> None:
         """Waits until nothing that the daemon accepted can run any more; raises the error when that is not known in time."""
-        while self._core.copies_may_run():
+        while self._core.has_stray_copies():
             if time.monotonic() >= deadline:
                 raise error
             time.sleep(STEP_S)
