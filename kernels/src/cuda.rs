@@ -20,6 +20,7 @@ mod driver;
 mod export;
 #[cfg(feature = "fault")]
 mod fault;
+mod guest;
 mod launcher;
 mod library;
 mod management;
@@ -61,7 +62,8 @@ pub use self::caches::CudaCaches;
 pub use self::calls::MemoryLeft;
 pub use self::context::Scheduling;
 pub use self::driver::{DRIVER_LIBRARY, DriverError, OpenError};
-pub use self::export::{CudaExporter, Export};
+pub use self::export::{Buffer, CudaExporter, Export};
+pub use self::guest::{CudaGuest, GuestMemory};
 pub use self::launcher::CudaLauncher;
 pub use self::management::MANAGEMENT_LIBRARY;
 pub use self::memory::{CudaImport, CudaRegion, SAME_PROCESS_SUBJECT};

@@ -191,26 +191,13 @@ impl Current<'_> {
     pub(super) fn pointer_facts(self, address: DevicePointer) -> Result<PointerFacts> {
         let memory_type =
             self.driver().pointer_attribute(pointer_attribute::MEMORY_TYPE, address)?;
-        let is_set = |number| self.known_or_zero(number, address).map(|value| value != 0);
+        let is_set = |number| self.driver().known_or_zero(number, address).map(|value| value != 0);
         Ok(PointerFacts {
             memory_type,
             managed: is_set(pointer_attribute::IS_MANAGED)?,
             legacy_ipc: is_set(pointer_attribute::IS_LEGACY_CUDA_IPC_CAPABLE)?,
             pool: is_set(pointer_attribute::MEMPOOL_HANDLE)?,
         })
-    }
-
-    /// The number of the allocation at an address, which no other of this process ever has; 0 for memory that has none.
-    pub(super) fn buffer_at(self, address: DevicePointer) -> Result<u64> {
-        self.known_or_zero(pointer_attribute::BUFFER_ID, address)
-    }
-
-    /// An attribute, or 0 where the driver knows none of that name, or of that kind of memory.
-    fn known_or_zero(self, attribute: c_int, address: DevicePointer) -> Result<u64> {
-        match self.driver().pointer_attribute(attribute, address) {
-            Err(error) if error.is_invalid_value() => Ok(0),
-            answer => answer,
-        }
     }
 
     /// Whether the piece of VMM memory at an address can be shared that way.
@@ -486,6 +473,13 @@ impl Current<'_> {
         // SAFETY: the caller's own promise.
         let status = unsafe { (self.functions().stream_synchronize)(stream) };
         self.check("cuStreamSynchronize", status)
+    }
+
+    /// Waits until everything on every stream of this process's context is done.
+    pub(super) fn settle_context(self) -> Result<()> {
+        // SAFETY: no condition.
+        let status = unsafe { (self.functions().ctx_synchronize)() };
+        self.check("cuCtxSynchronize", status)
     }
 
     /// Copies to the device once everything before it on the stream is done.

@@ -363,6 +363,24 @@ impl Driver {
         Ok(sys::Device::from_le_bytes([a, b, c, d]))
     }
 
+    /// The number of the allocation at an address, which no other of this process ever has; 0 for memory that has none. Needs
+    /// no current context.
+    pub(super) fn buffer_at(&self, address: DevicePointer) -> Result<u64, DriverError> {
+        self.known_or_zero(pointer_attribute::BUFFER_ID, address)
+    }
+
+    /// An attribute, or 0 where the driver knows none of that name, or of that kind of memory.
+    pub(super) fn known_or_zero(
+        &self,
+        attribute: c_int,
+        address: DevicePointer,
+    ) -> Result<u64, DriverError> {
+        match self.pointer_attribute(attribute, address) {
+            Err(error) if error.is_invalid_value() => Ok(0),
+            answer => answer,
+        }
+    }
+
     /// One of [`pointer_attribute`], of any width up to 64 bits: the driver writes the lower bytes of a word that was zero.
     pub(super) fn pointer_attribute(
         &self,

@@ -14,6 +14,7 @@ use super::allocation::{Allocator, CudaMemory};
 use super::calls::{AddressRange, MemoryLeft, PointerFacts, Shareable};
 use super::context::{Context, Current, Scheduling};
 use super::driver::{Driver, DriverError, OpenError, select};
+use super::guest::CudaGuest;
 use super::memory::out_of_memory;
 use super::selector::CudaSelector;
 use super::sys::{self, MEMORYTYPE_DEVICE};
@@ -35,10 +36,20 @@ pub struct Export {
     device: DeviceUuid,
     region: AddressRange,
     offset: u64,
-    buffer: u64,
+    buffers: Vec<Buffer>,
     how: How,
     /// Pieces that were given already.
     given: usize,
+}
+
+/// An allocation of this process: where it begins, and its number, which no other ever has. Another one at the same address
+/// is other memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Buffer {
+    /// Its first byte, for the device.
+    pub address: u64,
+    /// 0 for memory that has no number.
+    pub number: u64,
 }
 
 #[derive(Debug)]
@@ -87,11 +98,11 @@ impl CudaExporter {
         let context = self.context(ordinal).map_err(nowhere)?;
         let found = context.visit(|current| {
             let (region, how) = find(current, wanted)?;
-            Ok((region, how, current.buffer_at(region.start)?))
+            Ok((region, buffers(current, region, &how)?, how))
         });
-        let (region, how, buffer) = found.map_err(refused)?;
+        let (region, buffers, how) = found.map_err(refused)?;
         let offset = address - region.start;
-        Ok(Export { context, device: device.uuid, region, offset, buffer, how, given: 0 })
+        Ok(Export { context, device: device.uuid, region, offset, buffers, how, given: 0 })
     }
 
     /// Allocates device memory of this process, all of whose calls then go to that device.
@@ -110,6 +121,26 @@ impl CudaExporter {
         CudaMemory::allocate(Arc::clone(&context), bytes, allocator).map_err(|error| {
             out_of_memory(&context, &device.label(), "a worker's memory", bytes, error)
         })
+    }
+
+    /// A device, for a process in which others use it too.
+    ///
+    /// # Errors
+    /// When there is no such device, or no memory for a context of it.
+    pub fn guest(&self, selector: CudaSelector) -> Result<CudaGuest, OpenError> {
+        let device = select(&self.driver, selector)?;
+        let failed = |error| OpenError::Device { device: device.label(), error };
+        let context = self.context(device.device).map_err(failed)?;
+        Ok(CudaGuest::new(context, device))
+    }
+
+    /// The number of the allocation at a device address, which no other of this process ever has; 0 for memory that has none.
+    /// Waits for nothing.
+    ///
+    /// # Errors
+    /// When there is no memory at the address.
+    pub fn buffer_at(&self, address: u64) -> Result<u64, DriverError> {
+        self.driver.buffer_at(address)
     }
 
     /// How much memory of a device is free, for all processes together.
@@ -159,11 +190,10 @@ impl Export {
         self.offset
     }
 
-    /// The number of the allocation at the start of the region, which no other of this process ever has: another one at the
-    /// same address is other memory.
+    /// The allocations that the region consists of, in the order of their addresses: one, or one a piece.
     #[must_use]
-    pub fn buffer(&self) -> u64 {
-        self.buffer
+    pub fn buffers(&self) -> &[Buffer] {
+        &self.buffers
     }
 
     /// The next pieces, at most that many; none after the last.
@@ -171,7 +201,8 @@ impl Export {
     /// # Errors
     /// HANDLE_INVALID when the memory is no longer what it was.
     pub fn next_pieces(&mut self, pieces_max: usize) -> Result<Vec<Piece>, Refusal> {
-        let (how, region, buffer, given) = (&self.how, self.region, self.buffer, self.given);
+        let (how, region, given) = (&self.how, self.region, self.given);
+        let buffer = self.buffers.first().map_or(0, |buffer| buffer.number);
         let taken = self.context.visit(|current| match how {
             How::Legacy if given > 0 || pieces_max == 0 => Ok(Vec::new()),
             How::Legacy => Ok(vec![legacy(current, region, buffer)?]),
@@ -206,6 +237,20 @@ fn find(current: Current<'_>, wanted: AddressRange) -> Result<(AddressRange, How
         ))));
     }
     Ok((region, How::Legacy))
+}
+
+/// What the region consists of.
+fn buffers(
+    current: Current<'_>,
+    region: AddressRange,
+    how: &How,
+) -> Result<Vec<Buffer>, DriverError> {
+    let numbered =
+        |address| current.driver().buffer_at(address).map(|number| Buffer { address, number });
+    match how {
+        How::Legacy => Ok(vec![numbered(region.start)?]),
+        How::Pieces(_, pieces) => pieces.iter().map(|piece| numbered(piece.start)).collect(),
+    }
 }
 
 /// Memory of allocators that share nothing.
@@ -271,7 +316,7 @@ fn take(current: Current<'_>, piece: AddressRange, shareable: Shareable) -> Resu
         }
     };
     current.release(allocation)?;
-    let buffer = current.buffer_at(piece.start)?;
+    let buffer = current.driver().buffer_at(piece.start)?;
     Ok(Piece { bytes: piece.bytes, buffer, handle: shared? })
 }
 

@@ -260,6 +260,7 @@ functions! {
     ctx_set_current = "cuCtxSetCurrent"(context: Context);
     ctx_push_current = "cuCtxPushCurrent_v2"(context: Context);
     ctx_pop_current = "cuCtxPopCurrent_v2"(context: *mut Context);
+    ctx_synchronize = "cuCtxSynchronize"();
     ctx_get_stream_priority_range = "cuCtxGetStreamPriorityRange"(least: *mut c_int, greatest: *mut c_int);
 
     mem_get_info = "cuMemGetInfo_v2"(free: *mut usize, total: *mut usize);

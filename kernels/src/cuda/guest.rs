@@ -1,0 +1,117 @@
+//! A device in somebody else's process: a worker's own library has contexts and streams there, and is not disturbed.
+//!
+//! Every call, and every drop, leaves the thread's current context as it is.
+
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+
+use super::allocation::{Allocator, CudaMemory};
+use super::calls::MemoryLeft;
+use super::context::Context;
+use super::driver::{DriverError, OpenError, VisibleDevice};
+use super::memory::out_of_memory;
+use super::sys::Stream;
+
+/// A device of a worker's process.
+#[derive(Debug, Clone)]
+pub struct CudaGuest {
+    context: Arc<Context>,
+    device: VisibleDevice,
+}
+
+impl CudaGuest {
+    pub(super) fn new(context: Arc<Context>, device: VisibleDevice) -> Self {
+        Self { context, device }
+    }
+
+    /// Its place in the order of this process's driver.
+    #[must_use]
+    pub fn ordinal(&self) -> u32 {
+        // The driver counts from 0.
+        self.device.device.unsigned_abs()
+    }
+
+    /// Allocates memory that can be shared: one piece of virtual memory.
+    ///
+    /// # Errors
+    /// When there is no memory.
+    pub fn allocate(&self, bytes: u64) -> Result<GuestMemory, OpenError> {
+        let allocator = Allocator::Virtual { piece_bytes: bytes, shared: true };
+        let label = self.device.label();
+        let allocated = self.context.visit(|_| {
+            let allocated = CudaMemory::allocate(Arc::clone(&self.context), bytes, allocator);
+            let lacking = "a worker's buffer";
+            Ok(allocated
+                .map_err(|error| out_of_memory(&self.context, &label, lacking, bytes, error)))
+        });
+        let memory = allocated.map_err(|error| OpenError::Device { device: label, error })??;
+        Ok(GuestMemory { memory: ManuallyDrop::new(memory), context: Arc::clone(&self.context) })
+    }
+
+    /// How much memory of the device is free, for all processes together.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn memory_left(&self) -> Result<MemoryLeft, DriverError> {
+        self.context.visit(|current| current.memory_left())
+    }
+
+    /// Waits until everything is done that this process has asked of the device, on whatever stream.
+    ///
+    /// # Errors
+    /// What the driver says, for example that a stream is being captured.
+    pub fn settle(&self) -> Result<(), DriverError> {
+        self.context.visit(|current| current.settle_context())
+    }
+
+    /// Waits until everything is done that was asked on one stream; 0 is the legacy default stream.
+    ///
+    /// # Safety
+    /// The stream is 0, or a `CUstream` of this process that is not destroyed before the call returns.
+    ///
+    /// # Errors
+    /// What the driver says, for example that the stream is being captured.
+    pub unsafe fn synchronize(&self, stream: u64) -> Result<(), DriverError> {
+        let stream = Stream(usize::try_from(stream).unwrap_or(usize::MAX));
+        self.context.visit(|current| {
+            // SAFETY: the caller's own promise.
+            unsafe { current.synchronize(stream) }
+        })
+    }
+}
+
+/// Device memory of a worker's process, which can be shared. Its start is a multiple of 256.
+///
+/// The drop waits until everything is done that the process has asked of the device; where that cannot be known (a stream is
+/// being captured, the device is lost) the memory stays until the process ends.
+#[derive(Debug)]
+pub struct GuestMemory {
+    memory: ManuallyDrop<CudaMemory>,
+    context: Arc<Context>,
+}
+
+impl GuestMemory {
+    /// Where it begins, for the device.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.memory.address()
+    }
+
+    /// How many bytes were asked for.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.memory.bytes()
+    }
+}
+
+impl Drop for GuestMemory {
+    fn drop(&mut self) {
+        let memory = &mut self.memory;
+        let _kept: Result<(), DriverError> = self.context.visit(|current| {
+            current.settle_context()?;
+            // SAFETY: this is the only drop, and nothing reaches the memory after it.
+            unsafe { ManuallyDrop::drop(memory) };
+            Ok(())
+        });
+    }
+}
