@@ -11,6 +11,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use statecopy_kernels::cuda::CudaGuest;
 use statecopy_kernels::device::Moved;
 use statecopy_proto::{Direction, v1};
 use tokio::runtime::{Builder, Runtime};
@@ -87,6 +88,14 @@ impl Client {
     #[must_use]
     pub fn address(&self) -> &Address {
         self.client.address()
+    }
+
+    /// The session's CUDA device, as this process uses it. See [`crate::Client::cuda_guest`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn cuda_guest(&self) -> Result<Option<CudaGuest>, Error> {
+        self.driver.drive(self.client.cuda_guest())
     }
 
     /// Allocates memory that can be registered.

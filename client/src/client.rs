@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 
+use statecopy_kernels::cuda::CudaGuest;
 use statecopy_proto::v1;
 use tokio::time::timeout_at;
 
@@ -12,8 +13,8 @@ use crate::address::Address;
 use crate::admin::Admin;
 use crate::attempt::{Attempts, Effect, register_layers};
 use crate::call::{Call, Failure, Verdict};
-use crate::device_memory::DeviceMemory;
-use crate::error::{ArgumentError, Error};
+use crate::device_memory::{DeviceMemory, open_guest};
+use crate::error::{ArgumentError, Error, ProtocolError};
 use crate::events::Events;
 use crate::link::{Binding, Bound, Link, Session};
 use crate::memory::Memory;
@@ -55,6 +56,24 @@ impl Client {
     #[must_use]
     pub fn address(&self) -> &Address {
         &self.shared.address
+    }
+
+    /// The session's CUDA device, as this process uses it; `None` for a session of another kind of device.
+    ///
+    /// # Errors
+    /// DEVICE_NOT_VISIBLE when there is no driver, or this process does not see the device.
+    pub async fn cuda_guest(&self) -> Result<Option<CudaGuest>, Error> {
+        let call = Call::new("open the driver", self.shared.options.call_timeout);
+        let link = Attempts::new(&self.shared, call, Effect::Session).link().await?;
+        let device = &link.session.device;
+        if device.kind != "cuda" {
+            return Ok(None);
+        }
+        let failed = |failure| call.error(&self.shared.address, failure);
+        let malformed = |_| failed(ProtocolError::Field("device.uuid").into());
+        let selector = device.uuid.parse().map_err(malformed)?;
+        let exporter = self.shared.exporter(&call).await.map_err(failed)?;
+        open_guest(exporter, selector, &call).await.map(Some).map_err(failed)
     }
 
     /// Allocates memory that can be registered. The same as [`Memory::allocate`].

@@ -6,7 +6,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use statecopy_kernels::cuda::{CudaExporter, Export};
+use statecopy_kernels::cuda::{Buffer, CudaExporter, CudaGuest, CudaSelector, Export};
 use statecopy_kernels::device::{Announced, Piece};
 use statecopy_proto::{Refusal, RefusalCode};
 use tokio::time::timeout_at;
@@ -21,19 +21,19 @@ pub(crate) struct DeviceMemory {
 }
 
 /// What the driver says of an allocation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Found {
     /// Where it begins, for the device.
     start: u64,
     /// How it is shared.
     announced: Announced,
-    /// Its number in this process: a new allocation at the same address has another.
-    buffer: u64,
+    /// What it consists of: a new allocation at the same address has another number.
+    buffers: Arc<[Buffer]>,
 }
 
 impl Found {
     fn of(export: &Export, start: u64) -> Self {
-        Self { start, announced: export.announced(), buffer: export.buffer() }
+        Self { start, announced: export.announced(), buffers: export.buffers().into() }
     }
 }
 
@@ -45,6 +45,15 @@ pub(crate) async fn open_exporter(
     let library = library.to_owned();
     let open = move || CudaExporter::open(&library).map(Arc::new).map_err(Refusal::from);
     blocking(call, open).await
+}
+
+/// The device of that UUID, as this process uses it.
+pub(crate) async fn open_guest(
+    exporter: Arc<CudaExporter>,
+    selector: CudaSelector,
+    call: &Call,
+) -> Result<CudaGuest, Failure> {
+    blocking(call, move || exporter.guest(selector).map_err(Refusal::from)).await
 }
 
 impl DeviceMemory {
@@ -61,6 +70,20 @@ impl DeviceMemory {
             Ok(Self { exporter, found })
         })
         .await
+    }
+
+    /// Where it begins, for the device.
+    pub(crate) fn start(&self) -> u64 {
+        self.found.start
+    }
+
+    /// Whether the bytes at an address are those that were registered. Waits for nothing, and allocates nothing.
+    pub(crate) fn is_unchanged(&self, address: u64, bytes: u64) -> bool {
+        let buffers = &self.found.buffers;
+        let end = address.saturating_add(bytes);
+        let first = buffers.partition_point(|buffer| buffer.address <= address).saturating_sub(1);
+        let mut held = buffers.iter().skip(first).take_while(|buffer| buffer.address < end);
+        held.all(|buffer| self.exporter.buffer_at(buffer.address) == Ok(buffer.number))
     }
 
     /// Where in it the bytes at an address lie; `None` when they do not.
@@ -103,9 +126,13 @@ pub(crate) async fn next_pieces(
 }
 
 fn replaced(was: &Found, now: &Found) -> Refusal {
+    let number = |found: &Found| found.buffers.first().map_or(0, |buffer| buffer.number);
     let sentence = format!(
         "The memory that was registered (allocation {}, {} bytes) is gone; allocation {} of {} bytes lies there now",
-        was.buffer, was.announced.bytes, now.buffer, now.announced.bytes
+        number(was),
+        was.announced.bytes,
+        number(now),
+        now.announced.bytes
     );
     Refusal::new(RefusalCode::HandleInvalid, sentence).remedied_by(
         "Release the region of the memory that is gone, and register what took its place.",

@@ -66,6 +66,7 @@ mod region;
 mod registration;
 mod request;
 mod ring;
+pub mod sharing;
 mod socket;
 mod sync;
 mod transport;

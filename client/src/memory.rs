@@ -52,6 +52,13 @@ impl Memory {
         self.inner.sealed.bytes()
     }
 
+    /// Where it is mapped in this process, for libraries that know memory by its address. It is aligned to a page, and stays
+    /// until the last clone is gone. The daemon may write the bytes there at any time.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.inner.mapping.base().expose_provenance() as u64
+    }
+
     /// Copies bytes out, from `offset` on. Reading a page that nobody touched allocates it.
     ///
     /// # Errors

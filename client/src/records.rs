@@ -92,6 +92,11 @@ impl Shared {
         Ok(Arc::clone(self.exporter.get_or_init(|| opened)))
     }
 
+    /// The driver, where device memory was registered before.
+    pub(crate) fn opened_exporter(&self) -> Option<&CudaExporter> {
+        self.exporter.get().map(|exporter| &**exporter)
+    }
+
     /// Registered regions that the bytes at a device address lie in.
     pub(crate) fn device_regions(&self, address: u64, bytes: u64) -> Vec<(Region, u64)> {
         let holds = |record: &Arc<RegionRecord>| {
@@ -104,6 +109,14 @@ impl Shared {
     /// Forgets a region. Whether it was on record.
     pub(crate) fn forget_region(&self, key: RegionKey) -> bool {
         lock(&self.state).regions.remove(&key).is_some()
+    }
+
+    /// One user less, without asking anybody: with the last one the region is forgotten.
+    pub(crate) fn forget(&self, region: &Region) {
+        let key = region.record.key;
+        if !self.remove_user(key) {
+            self.forget_region(key);
+        }
     }
 
     /// One more user of a region of device memory.

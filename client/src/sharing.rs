@@ -1,0 +1,15 @@
+//! Memory of a program that does not arrange it beforehand.
+//!
+//! A worker that allocates its caches and buffers once needs none of this. One whose buffers come and go as its framework
+//! likes has a [`Pool`], whose buffers are registered already, for what it receives, and [`Regions`], which registers what it
+//! is shown at first sight, for what it sends. Both are bounded, and both forget by themselves.
+//!
+//! Nothing here moves bytes or waits for a copy.
+
+mod pool;
+mod ranges;
+mod regions;
+mod shelf;
+
+pub use pool::{Buffer, Pool, PoolCounters};
+pub use regions::{RegionCounters, Regions};

@@ -1,0 +1,362 @@
+//! Buffers of shared memory that are registered once and used again and again.
+
+use std::fs;
+use std::sync::{Arc, Mutex, OnceLock, Weak};
+
+use statecopy_kernels::cuda::{CudaGuest, GuestMemory};
+use statecopy_proto::{Refusal, RefusalCode};
+
+use super::ranges::Ranges;
+use super::shelf::{Full, Room, Shelf, Taken};
+use crate::blocking::Client;
+use crate::error::Error;
+use crate::lock::lock;
+use crate::memory::Memory;
+use crate::region::{Region, Slice, Use};
+
+/// The smallest buffer of host memory: a page of the largest machines.
+const HOST_UNIT_BYTES: u64 = 64 << 10;
+/// The smallest buffer of device memory: the driver maps no less.
+const CUDA_UNIT_BYTES: u64 = 2 << 20;
+/// Of the memory that is available at first, a pool takes at most one part in so many.
+const SHARE: u64 = 4;
+/// What a pool takes at most, unless it is told.
+const BYTES_MAX: u64 = 16 << 30;
+
+/// The pool of one client: memory files on the host device, device memory on a CUDA device.
+///
+/// A buffer has at most twice as many bytes as were asked for, or 64 KiB on the host and 2 MiB on a CUDA device. Free ones are
+/// given up, those that were given back longest ago first, when room is wanted. Clones are the same pool.
+#[derive(Debug, Clone)]
+pub struct Pool {
+    inner: Arc<Inner>,
+}
+
+/// What a pool holds and did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PoolCounters {
+    /// Bytes of all buffers.
+    pub bytes: u64,
+    /// Bytes of those that are lent.
+    pub bytes_in_use: u64,
+    /// How many buffers there are.
+    pub buffers: u64,
+    /// How often a free one fitted.
+    pub hits: u64,
+    /// How often a new one was made.
+    pub misses: u64,
+}
+
+#[derive(Debug)]
+struct Inner {
+    client: Client,
+    bytes_max: Option<u64>,
+    /// There from the first buffer on: the driver is opened no earlier.
+    opened: OnceLock<Opened>,
+}
+
+#[derive(Debug)]
+struct Opened {
+    source: Source,
+    books: Mutex<Books>,
+}
+
+/// Where new memory comes from.
+#[derive(Debug)]
+enum Source {
+    Host,
+    Cuda(CudaGuest),
+}
+
+#[derive(Debug)]
+struct Books {
+    shelf: Shelf<Block>,
+    /// Those that are lent, by their addresses.
+    lent: Ranges<Slice>,
+    closed: bool,
+    hits: u64,
+    misses: u64,
+}
+
+/// One registered allocation.
+#[derive(Debug)]
+struct Block {
+    address: u64,
+    bytes: u64,
+    slice: Slice,
+    _memory: Backing,
+}
+
+#[derive(Debug)]
+#[expect(dead_code, reason = "they are held for their drop")]
+enum Backing {
+    Host(Memory),
+    Device(GuestMemory),
+}
+
+/// A buffer of a pool. It goes back when it is dropped, on whatever thread and without asking anybody; where the pool is gone,
+/// it is freed.
+#[derive(Debug)]
+pub struct Buffer {
+    block: Option<Block>,
+    slice: Slice,
+    address: u64,
+    bytes: u64,
+    stream: Option<u64>,
+    pool: Weak<Inner>,
+}
+
+impl Pool {
+    /// A pool that holds at most so many bytes, free and lent together; without a number, a quarter of the memory that is
+    /// available when the first buffer is taken, and at most 16 GiB.
+    #[must_use]
+    pub fn new(client: &Client, bytes_max: Option<u64>) -> Self {
+        let (client, opened) = (client.clone(), OnceLock::new());
+        Self { inner: Arc::new(Inner { client, bytes_max, opened }) }
+    }
+
+    /// A buffer of at least so many bytes, with whatever was in it before. On a CUDA device, work of `stream` (a raw handle)
+    /// may follow on what earlier users asked for there; a buffer that another stream may still use is waited for, with
+    /// everything that this process has asked of the device. On the host the stream means nothing.
+    ///
+    /// # Errors
+    /// QUOTA_EXCEEDED when too many bytes are lent, or the daemon takes no more regions; what
+    /// [`register_region`](Client::register_region) says; DEVICE_NOT_VISIBLE or PREPARE_FAILED from the driver.
+    pub fn take(&self, bytes: u64, stream: u64) -> Result<Buffer, Error> {
+        let opened = self.inner.open()?;
+        let stream = match opened.source {
+            Source::Host => None,
+            Source::Cuda(_) => Some(stream),
+        };
+        let taken = {
+            let mut books = lock(&opened.books);
+            let taken = books.shelf.take(bytes, stream);
+            if taken.is_some() {
+                books.hits += 1;
+            }
+            taken
+        };
+        let block = match taken {
+            Some(Taken { value: block, busy_on: None }) => block,
+            Some(Taken { value: block, busy_on }) => opened.settle(block, busy_on)?,
+            None => self.inner.make(opened, bytes)?,
+        };
+        let (address, slice) = (block.address, block.slice.clone());
+        lock(&opened.books).lent.insert(address, block.bytes, slice.clone());
+        let (bytes, pool) = (block.bytes, Arc::downgrade(&self.inner));
+        Ok(Buffer { block: Some(block), slice, address, bytes, stream, pool })
+    }
+
+    /// Where in a registered region these bytes lie, when they are of a buffer that is lent.
+    #[must_use]
+    pub fn find(&self, address: u64, bytes: u64) -> Option<Slice> {
+        let opened = self.inner.opened.get()?;
+        let mut books = lock(&opened.books);
+        let (place, offset) = books.lent.find(address, bytes)?;
+        let start = books.lent.at(place);
+        Some(Slice { region: start.region.clone(), offset: start.offset + offset })
+    }
+
+    /// Gives up every free buffer. The answer is how many bytes that were.
+    pub fn trim(&self) -> u64 {
+        let Some(opened) = self.inner.opened.get() else { return 0 };
+        let free = lock(&opened.books).shelf.clear();
+        let bytes = free.iter().map(|block| block.bytes).sum();
+        self.inner.release(&free);
+        bytes
+    }
+
+    /// For a client that is closed: gives up every free buffer, and each other one when it comes back.
+    pub fn close(&self) {
+        if let Some(opened) = self.inner.opened.get() {
+            lock(&opened.books).closed = true;
+            self.trim();
+        }
+    }
+
+    /// What it holds and did.
+    #[must_use]
+    pub fn counters(&self) -> PoolCounters {
+        let Some(opened) = self.inner.opened.get() else { return PoolCounters::default() };
+        let books = lock(&opened.books);
+        PoolCounters {
+            bytes: books.shelf.bytes(),
+            bytes_in_use: books.shelf.lent_bytes(),
+            buffers: books.shelf.buffers(),
+            hits: books.hits,
+            misses: books.misses,
+        }
+    }
+}
+
+impl Inner {
+    fn open(&self) -> Result<&Opened, Error> {
+        if let Some(opened) = self.opened.get() {
+            return Ok(opened);
+        }
+        let (source, unit_bytes, available) = match self.client.cuda_guest()? {
+            None => (Source::Host, HOST_UNIT_BYTES, host_bytes_available()),
+            Some(guest) => {
+                let left = guest.memory_left().map_err(|error| lacking(&error.to_string()))?;
+                (Source::Cuda(guest), CUDA_UNIT_BYTES, left.free)
+            }
+        };
+        let bytes_max = self.bytes_max.unwrap_or((available / SHARE).min(BYTES_MAX));
+        let shelf = Shelf::new(Room { bytes_max, unit_bytes });
+        let books =
+            Mutex::new(Books { shelf, lent: Ranges::default(), closed: false, hits: 0, misses: 0 });
+        Ok(self.opened.get_or_init(|| Opened { source, books }))
+    }
+
+    /// A new buffer, lent.
+    fn make(&self, opened: &Opened, bytes: u64) -> Result<Block, Error> {
+        let (given_up, class) = {
+            let mut books = lock(&opened.books);
+            let class = books.shelf.class_bytes(bytes).unwrap_or(u64::MAX);
+            let room = books.shelf.room();
+            let given_up = books.shelf.reserve(class).map_err(|full| quota(bytes, room, full))?;
+            books.misses += 1;
+            (given_up, class)
+        };
+        self.release(&given_up);
+        drop(given_up);
+        let made = self.allocate(&opened.source, class).or_else(|error| {
+            let free = lock(&opened.books).shelf.clear();
+            if free.is_empty() {
+                return Err(error);
+            }
+            // What lies free here may be what is lacking there.
+            self.release(&free);
+            drop(free);
+            self.allocate(&opened.source, class)
+        });
+        if made.is_err() {
+            lock(&opened.books).shelf.strike(class);
+        }
+        made
+    }
+
+    fn allocate(&self, source: &Source, bytes: u64) -> Result<Block, Error> {
+        match source {
+            Source::Host => {
+                let memory = Memory::allocate("statecopy.pool", bytes)?;
+                let slice = self.client.register_region(&memory, Use::Packed)?.at(0);
+                let address = memory.address();
+                Ok(Block { address, bytes, slice, _memory: Backing::Host(memory) })
+            }
+            Source::Cuda(guest) => {
+                let memory = guest.allocate(bytes).map_err(Refusal::from)?;
+                let address = memory.address();
+                let slice = self.client.register_device_memory(address, bytes)?;
+                Ok(Block { address, bytes, slice, _memory: Backing::Device(memory) })
+            }
+        }
+    }
+
+    /// Gives the regions of free buffers back, before their memory goes.
+    fn release(&self, blocks: &[Block]) {
+        let regions = blocks.iter().map(|block| block.slice.region.clone());
+        release_regions(&self.client, regions.collect());
+    }
+}
+
+impl Opened {
+    /// A buffer that nothing which this process asked of the device reaches any more.
+    fn settle(&self, block: Block, busy_on: Option<u64>) -> Result<Block, Error> {
+        let Source::Cuda(guest) = &self.source else { return Ok(block) };
+        let returns = lock(&self.books).shelf.returns();
+        match guest.settle() {
+            Ok(()) => {
+                lock(&self.books).shelf.settled(returns);
+                Ok(block)
+            }
+            Err(error) => {
+                let bytes = block.bytes;
+                lock(&self.books).shelf.give_back(block, bytes, busy_on);
+                Err(lacking(&error.to_string()))
+            }
+        }
+    }
+}
+
+impl Buffer {
+    /// Where it begins: an address of this process on the host, of the device on a CUDA device.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// How many bytes it has, at least as many as were asked for.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Its place in its region.
+    #[must_use]
+    pub fn slice(&self) -> &Slice {
+        &self.slice
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        let (Some(block), Some(pool)) = (self.block.take(), self.pool.upgrade()) else { return };
+        let Some(opened) = pool.opened.get() else { return };
+        let mut books = lock(&opened.books);
+        if let Some((place, _)) = books.lent.find(self.address, self.bytes) {
+            books.lent.remove(place);
+        }
+        if books.closed {
+            books.shelf.strike(self.bytes);
+            // Its region went with the session.
+            drop(books);
+            drop(block);
+        } else {
+            books.shelf.give_back(block, self.bytes, self.stream);
+        }
+    }
+}
+
+/// Gives regions back. Where nobody answers they are forgotten, as the next session has none that is not on record.
+pub(super) fn release_regions(client: &Client, regions: Vec<Region>) {
+    let mut answers = true;
+    for region in regions {
+        if answers {
+            let released = client.release_region(region);
+            answers = !matches!(
+                released,
+                Err(Error::Unavailable { .. } | Error::DeadlineExceeded { .. })
+            );
+        } else {
+            client.as_async().shared.forget(&region);
+        }
+    }
+}
+
+fn quota(asked: u64, room: Room, full: Full) -> Error {
+    let sentence = format!(
+        "A buffer of {asked} bytes was asked for; the pool holds at most {} bytes, of which {} are in use",
+        room.bytes_max, full.lent_bytes
+    );
+    Refusal::new(RefusalCode::QuotaExceeded, sentence)
+        .remedied_by(
+            "Let go of results that are no longer needed, or raise the pool's limit (pool_bytes_max).",
+        )
+        .into()
+}
+
+fn lacking(said: &str) -> Error {
+    let sentence = format!("The driver gives no buffer: {said}");
+    Refusal::new(RefusalCode::PrepareFailed, sentence).into()
+}
+
+/// What the kernel would give without swapping; nothing where it does not tell.
+fn host_bytes_available() -> u64 {
+    let told = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let kib = told.lines().find_map(|line| {
+        let amount = line.strip_prefix("MemAvailable:")?.trim().strip_suffix("kB")?;
+        amount.trim().parse::<u64>().ok()
+    });
+    kib.unwrap_or_default().saturating_mul(1024)
+}

@@ -1,0 +1,358 @@
+//! Allocations that are registered when they are first seen.
+//!
+//! ```text
+//!          slice                   another allocation there,
+//!  unseen -------> known          the holder gone, least recently used, trim
+//!                  |  ^  ---------------------------------------------------> released
+//!              pin v  | unpin
+//!                 pinned ---------- another allocation there, release_all --> released
+//! ```
+
+use std::any::Any;
+use std::sync::{Mutex, Weak};
+
+use statecopy_proto::RefusalCode;
+
+use super::pool::release_regions;
+use super::ranges::Ranges;
+use crate::blocking::Client;
+use crate::error::Error;
+use crate::lock::lock;
+use crate::memory::Memory;
+use crate::region::{Region, Slice, Source, Use};
+
+/// How many regions are kept that nobody pinned.
+const KEPT_MAX: usize = 256;
+/// How many allocations are remembered that cannot be shared.
+const REFUSED_MAX: usize = 256;
+
+/// Regions of memory that others allocated, known by its address. On a CUDA device it is checked at each use that the same
+/// allocation is there.
+#[derive(Debug)]
+pub struct Regions {
+    client: Client,
+    table: Mutex<Table>,
+}
+
+/// What was registered.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RegionCounters {
+    /// How many were registered.
+    pub registered: u64,
+    /// How many were released, for whatever reason.
+    pub dropped: u64,
+    /// How many there are.
+    pub kept: u64,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    known: Ranges<Known>,
+    /// Numbers of allocations that cannot be shared, the oldest first.
+    refused: Vec<u64>,
+    frozen: bool,
+    /// Counts the uses.
+    uses: u64,
+    registered: u64,
+    dropped: u64,
+}
+
+#[derive(Debug)]
+struct Known {
+    region: Region,
+    pinned: bool,
+    /// The last use.
+    used: u64,
+    /// Whoever owns the memory, where the region alone would keep it.
+    holder: Option<Weak<dyn Any + Send + Sync>>,
+}
+
+impl Known {
+    fn is_orphan(&self) -> bool {
+        self.holder.as_ref().is_some_and(|holder| holder.strong_count() == 0)
+    }
+
+    /// Whether the bytes at an address are those that were registered.
+    fn is_unchanged(&self, address: u64, bytes: u64) -> bool {
+        match &self.region.record.source {
+            Source::Memory(_) | Source::Descriptor(_) => true,
+            Source::Device(memory) => memory.is_unchanged(address, bytes),
+        }
+    }
+
+    /// Where its region begins.
+    fn range(&self) -> (u64, u64) {
+        let record = &self.region.record;
+        let start = match &record.source {
+            Source::Memory(memory) => memory.address(),
+            Source::Device(memory) => memory.start(),
+            // Nobody registers one here.
+            Source::Descriptor(_) => 0,
+        };
+        (start, record.bytes)
+    }
+}
+
+impl Table {
+    /// The region of so many bytes, and their place in it. One of other memory than is there now comes out.
+    fn look(&mut self, address: u64, bytes: u64, keeps: Keeps) -> Looked {
+        self.uses += 1;
+        let used = self.uses;
+        let Some((place, offset)) = self.known.find(address, bytes) else { return Looked::Unknown };
+        let known = self.known.at(place);
+        if known.is_unchanged(address, bytes) {
+            known.used = used;
+            known.pinned |= keeps == Keeps::Always;
+            return Looked::Found(known.region.at(offset));
+        }
+        self.dropped += 1;
+        Looked::Replaced(self.known.remove(place).region)
+    }
+
+    /// Adds a region, unless there is one for these bytes by now. The place, and the regions that are to go.
+    fn keep(
+        &mut self,
+        slice: Slice,
+        address: u64,
+        bytes: u64,
+        keeps: Keeps,
+        holder: Option<Weak<dyn Any + Send + Sync>>,
+    ) -> (Slice, Vec<Region>) {
+        let mut gone = Vec::new();
+        match self.look(address, bytes, keeps) {
+            Looked::Found(known) => {
+                gone.push(slice.region);
+                return (known, gone);
+            }
+            Looked::Replaced(region) => gone.push(region),
+            Looked::Unknown => {}
+        }
+        let pinned = keeps == Keeps::Always;
+        let known = Known { region: slice.region.clone(), pinned, used: self.uses, holder };
+        let (start, length) = known.range();
+        self.known.insert(start, length, known);
+        self.registered += 1;
+        gone.extend(self.drop_surplus());
+        (slice, gone)
+    }
+
+    /// Remembers an allocation that cannot be shared.
+    fn refuse(&mut self, number: u64) {
+        if self.refused.len() == REFUSED_MAX {
+            self.refused.remove(0);
+        }
+        self.refused.push(number);
+    }
+
+    /// Those that are to go, out of the table.
+    fn drop_where(&mut self, goes: impl FnMut(&mut Known) -> bool) -> Vec<Region> {
+        let gone = self.known.extract(goes);
+        self.dropped += gone.len() as u64;
+        gone.into_iter().map(|known| known.region).collect()
+    }
+
+    /// Orphans, and what was not used for longest where there are too many.
+    fn drop_surplus(&mut self) -> Vec<Region> {
+        let mut gone = self.drop_where(|known| !known.pinned && known.is_orphan());
+        let mut uses: Vec<u64> =
+            self.known.values().filter(|known| !known.pinned).map(|known| known.used).collect();
+        if let Some(surplus) = uses.len().checked_sub(KEPT_MAX + 1) {
+            uses.sort_unstable();
+            let last = uses[surplus];
+            gone.extend(self.drop_where(|known| !known.pinned && known.used <= last));
+        }
+        gone
+    }
+}
+
+/// Why there is no place.
+enum Missing {
+    /// It may be registered.
+    Unknown,
+    /// Nothing is registered any more.
+    Frozen,
+}
+
+/// How long a region is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Keeps {
+    WhileUsed,
+    Always,
+}
+
+/// What a look into the table found.
+enum Looked {
+    Found(Slice),
+    Replaced(Region),
+    Unknown,
+}
+
+impl Regions {
+    /// None yet.
+    #[must_use]
+    pub fn new(client: &Client) -> Self {
+        Self { client: client.clone(), table: Mutex::default() }
+    }
+
+    /// The place of a part of shared host memory, which is registered when it is first seen. It is released when it was not
+    /// used for long, and by the next [`Regions::sweep`] when the holder is gone. `None`: it is not known, and cannot be
+    /// registered now.
+    ///
+    /// # Errors
+    /// As [`Client::register_region`].
+    pub fn of_memory(
+        &self,
+        memory: &Memory,
+        holder: Weak<dyn Any + Send + Sync>,
+        offset: u64,
+        bytes: u64,
+    ) -> Result<Option<Slice>, Error> {
+        let address = memory.address().saturating_add(offset);
+        match self.look(address, bytes, Keeps::WhileUsed) {
+            Ok(slice) => Ok(Some(slice)),
+            Err(Missing::Unknown) => {
+                let register = || Ok(self.client.register_region(memory, Use::Packed)?.at(offset));
+                let slice = self.or_nothing(register)?;
+                Ok(slice
+                    .map(|slice| self.keep(slice, address, bytes, Keeps::WhileUsed, Some(holder))))
+            }
+            Err(Missing::Frozen) => Ok(None),
+        }
+    }
+
+    /// The place of host memory that a layer's cache lies in. It stays registered until it is unpinned.
+    ///
+    /// # Errors
+    /// As [`Client::register_region`].
+    pub fn pin_memory(&self, memory: &Memory, offset: u64, bytes: u64) -> Result<Slice, Error> {
+        let address = memory.address().saturating_add(offset);
+        self.look(address, bytes, Keeps::Always).or_else(|_| {
+            let region = self.client.register_region(memory, Use::Cache)?;
+            Ok(self.keep(region.at(offset), address, bytes, Keeps::Always, None))
+        })
+    }
+
+    /// The place of device memory, whose allocation is registered when it is first seen. It is released when it was not used
+    /// for long, or when another allocation is found at its address. `None`: it is not known, and cannot be registered now,
+    /// or the allocator's memory cannot be shared at all.
+    ///
+    /// # Errors
+    /// As [`Client::register_device_memory`].
+    pub fn of_device(&self, address: u64, bytes: u64) -> Result<Option<Slice>, Error> {
+        match self.look(address, bytes, Keeps::WhileUsed) {
+            Ok(slice) => return Ok(Some(slice)),
+            Err(Missing::Frozen) => return Ok(None),
+            Err(Missing::Unknown) => {}
+        }
+        let exporter = self.client.as_async().shared.opened_exporter();
+        let number = exporter.and_then(|exporter| exporter.buffer_at(address).ok()).unwrap_or(0);
+        if number != 0 && lock(&self.table).refused.contains(&number) {
+            return Ok(None);
+        }
+        match self.or_nothing(|| self.client.register_device_memory(address, bytes)) {
+            Err(error) if error.code() == Some(RefusalCode::HandleUnsupported) => {
+                lock(&self.table).refuse(number);
+                Ok(None)
+            }
+            slice => {
+                Ok(slice?.map(|slice| self.keep(slice, address, bytes, Keeps::WhileUsed, None)))
+            }
+        }
+    }
+
+    /// The place of device memory that a layer's cache lies in. It stays registered until it is unpinned, or another
+    /// allocation is found at its address.
+    ///
+    /// # Errors
+    /// As [`Client::register_device_memory`].
+    pub fn pin_device(&self, address: u64, bytes: u64) -> Result<Slice, Error> {
+        self.look(address, bytes, Keeps::Always).or_else(|_| {
+            let slice = self.client.register_device_memory(address, bytes)?;
+            Ok(self.keep(slice, address, bytes, Keeps::Always, None))
+        })
+    }
+
+    /// Lets every region go like any other.
+    pub fn unpin_all(&self) {
+        lock(&self.table).known.values_mut().for_each(|known| known.pinned = false);
+    }
+
+    /// Registers nothing from now on but what is pinned.
+    pub fn freeze(&self) {
+        lock(&self.table).frozen = true;
+    }
+
+    /// Releases the regions whose holders are gone.
+    pub fn sweep(&self) {
+        let gone = lock(&self.table).drop_where(|known| !known.pinned && known.is_orphan());
+        release_regions(&self.client, gone);
+    }
+
+    /// Releases everything that is not pinned. The answer is how many bytes that were.
+    pub fn trim(&self) -> u64 {
+        let gone = lock(&self.table).drop_where(|known| !known.pinned);
+        let bytes = gone.iter().map(Region::bytes).sum();
+        release_regions(&self.client, gone);
+        bytes
+    }
+
+    /// Releases everything.
+    pub fn release_all(&self) {
+        let gone = lock(&self.table).drop_where(|_| true);
+        release_regions(&self.client, gone);
+    }
+
+    /// What it registered.
+    #[must_use]
+    pub fn counters(&self) -> RegionCounters {
+        let table = lock(&self.table);
+        let (registered, dropped) = (table.registered, table.dropped);
+        RegionCounters { registered, dropped, kept: table.known.len() as u64 }
+    }
+
+    fn look(&self, address: u64, bytes: u64, keeps: Keeps) -> Result<Slice, Missing> {
+        let (looked, frozen) = {
+            let mut table = lock(&self.table);
+            (table.look(address, bytes, keeps), table.frozen)
+        };
+        match looked {
+            Looked::Found(slice) => return Ok(slice),
+            Looked::Replaced(region) => release_regions(&self.client, vec![region]),
+            Looked::Unknown => {}
+        }
+        Err(if frozen { Missing::Frozen } else { Missing::Unknown })
+    }
+
+    /// Registers; where the daemon takes no more regions, after everything else was let go, or not at all.
+    fn or_nothing(
+        &self,
+        register: impl Fn() -> Result<Slice, Error>,
+    ) -> Result<Option<Slice>, Error> {
+        let is_full = |error: &Error| error.code() == Some(RefusalCode::QuotaExceeded);
+        match register() {
+            Err(error) if is_full(&error) => {}
+            other => return other.map(Some),
+        }
+        if self.trim() == 0 {
+            return Ok(None);
+        }
+        match register() {
+            Err(error) if is_full(&error) => Ok(None),
+            other => other.map(Some),
+        }
+    }
+
+    /// Puts a new region into the table. Another thread may have been faster: its region is taken then.
+    fn keep(
+        &self,
+        slice: Slice,
+        address: u64,
+        bytes: u64,
+        keeps: Keeps,
+        holder: Option<Weak<dyn Any + Send + Sync>>,
+    ) -> Slice {
+        let (slice, gone) = lock(&self.table).keep(slice, address, bytes, keeps, holder);
+        release_regions(&self.client, gone);
+        slice
+    }
+}
