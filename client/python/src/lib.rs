@@ -9,11 +9,25 @@
 //! **Invariant.** The interpreter's lock is released wherever the daemon or the driver is waited for, and nothing of the
 //! client is touched in a forked child.
 
+#![expect(dead_code, reason = "the client that calls it comes next")]
+
+mod errors;
+mod export;
+mod fork;
+mod memory;
+mod pool;
+mod regions;
+mod sync;
+
 use pyo3::prelude::*;
 
 /// The extension module.
 #[pymodule(name = "_core")]
 mod core_module {
+    #[pymodule_export]
+    use super::fork::forked;
+    #[pymodule_export]
+    use super::memory::{Tensor, empty};
     use super::{Bound, PyModule, PyResult};
     use pyo3::types::PyModuleMethods;
 

@@ -1,0 +1,127 @@
+//! Errors of the client, and of this crate, as the exceptions of `statecopy.errors`.
+
+use std::error::Error as StdError;
+
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyModule;
+use statecopy_client::{Error, Leaves, RefusalCode};
+
+/// What makes an exception: `statecopy.errors._of`.
+static OF: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+
+/// An exception, before the interpreter is asked to make it.
+struct Failed<'a> {
+    /// The class, where the code does not tell.
+    family: Option<&'static str>,
+    code: Option<RefusalCode>,
+    message: &'a str,
+    remedy: &'a str,
+    leaves: Leaves,
+    about: Option<&'a str>,
+}
+
+impl Failed<'_> {
+    fn make(&self, py: Python<'_>) -> PyErr {
+        let made = OF
+            .get_or_try_init(py, || {
+                PyModule::import(py, "statecopy.errors")?.getattr("_of").map(Bound::unbind)
+            })
+            .and_then(|of| {
+                let code = self.code.map(RefusalCode::label);
+                let leaves = label(self.leaves);
+                of.bind(py).call1((
+                    self.family,
+                    code,
+                    self.message,
+                    self.remedy,
+                    leaves,
+                    self.about,
+                ))
+            });
+        made.map_or_else(|error| error, PyErr::from_value)
+    }
+}
+
+fn label(leaves: Leaves) -> &'static str {
+    match leaves {
+        Leaves::NothingMoved => "nothing_moved",
+        Leaves::PerRow => "per_row",
+        Leaves::Unknown => "unknown",
+    }
+}
+
+/// The exception of a failure of the client.
+pub(crate) fn raise(py: Python<'_>, error: &Error) -> PyErr {
+    let (family, about) = match error {
+        Error::Refused(refusal) => {
+            (None, Some(refusal.subject()).filter(|subject| !subject.is_empty()))
+        }
+        Error::Argument(_) | Error::Address(_) => (Some("ArgumentError"), None),
+        Error::Memory { .. } => (Some("HandleError"), None),
+        Error::Closed => (Some("ClosedError"), None),
+        _ => (None, None),
+    };
+    let message = match error {
+        // The exception begins with the code by itself.
+        Error::Refused(refusal) => refusal.sentence().to_owned(),
+        error => with_causes(error),
+    };
+    let (code, remedy, leaves) = (error.code(), error.remedy(), error.leaves());
+    Failed { family, code, message: &message, remedy, leaves, about }.make(py)
+}
+
+fn with_causes(error: &Error) -> String {
+    let mut message = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        message.push_str(": ");
+        message.push_str(&error.to_string());
+        cause = error.source();
+    }
+    message
+}
+
+/// An argument that no daemon needs to see: its name, the code of the closed list that names the rule, a sentence with value and
+/// limit, and the code's own remedy.
+pub(crate) fn argument(
+    py: Python<'_>,
+    about: &str,
+    code: Option<RefusalCode>,
+    message: &str,
+) -> PyErr {
+    let remedy = code.map_or("Correct the argument named here.", RefusalCode::remedy);
+    argument_remedied(py, about, code, message, remedy)
+}
+
+/// The same with a remedy of its own.
+pub(crate) fn argument_remedied(
+    py: Python<'_>,
+    about: &str,
+    code: Option<RefusalCode>,
+    message: &str,
+    remedy: &str,
+) -> PyErr {
+    let message = format!("{about}: {message}");
+    let family = code.is_none().then_some("ArgumentError");
+    let (leaves, about) = (Leaves::NothingMoved, Some(about));
+    Failed { family, code, message: &message, remedy, leaves, about }.make(py)
+}
+
+/// A client of the parent process.
+pub(crate) fn forked(py: Python<'_>) -> PyErr {
+    Failed {
+        family: Some("ForkedError"),
+        code: None,
+        message: "This client was connected in the parent of this process; a forked child's copy of it is closed",
+        remedy: "Connect a client of its own in the child.",
+        leaves: Leaves::NothingMoved,
+        about: None,
+    }
+    .make(py)
+}
+
+/// A call after `close()`.
+pub(crate) fn closed(py: Python<'_>) -> PyErr {
+    raise(py, &Error::Closed)
+}

@@ -1,0 +1,91 @@
+//! Where the bytes of an operand lie, as far as the daemon can reach them.
+
+use std::any::Any;
+use std::sync::{Arc, Weak};
+
+use statecopy_client::blocking::Client;
+use statecopy_client::sharing::{self, RegionCounters};
+use statecopy_client::{Error, Slice};
+
+use crate::memory::{self, Device, Place};
+use crate::sync::{AtomicU64, Ordering};
+
+/// Allocations that were registered at first sight: memory of `statecopy.empty` on the host, whatever a CUDA device's
+/// allocators gave.
+#[derive(Debug)]
+pub(crate) struct Regions {
+    known: sharing::Regions,
+    /// How many allocations of the host had gone when their regions were last released.
+    swept: AtomicU64,
+}
+
+impl Regions {
+    /// None yet.
+    pub(crate) fn new(client: &Client) -> Self {
+        Self { known: sharing::Regions::new(client), swept: AtomicU64::new(0) }
+    }
+
+    /// The place of an operand. `None`: its memory cannot be shared, or not now, and is copied instead. The interpreter's lock
+    /// is not held.
+    ///
+    /// # Errors
+    /// As [`sharing::Regions::of_memory`] and [`sharing::Regions::of_device`].
+    pub(crate) fn slice(&self, place: Place, bytes: u64) -> Result<Option<Slice>, Error> {
+        if place.device != Device::Host {
+            return self.known.of_device(place.address, bytes);
+        }
+        self.sweep();
+        let Some((allocation, offset)) = memory::find_host(place.address, bytes) else {
+            return Ok(None);
+        };
+        let holder: Weak<dyn Any + Send + Sync> = Arc::downgrade(&allocation) as _;
+        self.known.of_memory(allocation.memory(), holder, offset, bytes)
+    }
+
+    /// The place of a layer's cache, which stays registered. `None`: host memory that is not of `statecopy.empty`.
+    ///
+    /// # Errors
+    /// As [`sharing::Regions::pin_memory`] and [`sharing::Regions::pin_device`].
+    pub(crate) fn pin(&self, place: Place, bytes: u64) -> Result<Option<Slice>, Error> {
+        if place.device != Device::Host {
+            return self.known.pin_device(place.address, bytes).map(Some);
+        }
+        let Some((allocation, offset)) = memory::find_host(place.address, bytes) else {
+            return Ok(None);
+        };
+        self.known.pin_memory(allocation.memory(), offset, bytes).map(Some)
+    }
+
+    /// Lets the regions of all caches go like any other: layers were withdrawn.
+    pub(crate) fn unpin_all(&self) {
+        self.known.unpin_all();
+    }
+
+    /// Registers nothing from now on but caches.
+    pub(crate) fn freeze(&self) {
+        self.known.freeze();
+    }
+
+    /// Releases everything but caches. The answer is how many bytes that were.
+    pub(crate) fn trim(&self) -> u64 {
+        self.known.trim()
+    }
+
+    /// Releases everything.
+    pub(crate) fn release_all(&self) {
+        self.known.release_all();
+    }
+
+    pub(crate) fn counters(&self) -> RegionCounters {
+        self.known.counters()
+    }
+
+    /// Releases regions of memory that no tensor of this process has any more, once after one of them went.
+    fn sweep(&self) {
+        // SYNC: the number only tells when to look; what is looked at is behind a lock.
+        let gone = memory::allocations_gone();
+        if self.swept.swap(gone, Ordering::Relaxed) != gone {
+            self.known.sweep();
+        }
+    }
+}
