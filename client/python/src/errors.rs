@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyModule;
 use statecopy_client::{Error, Leaves, RefusalCode};
+use statecopy_kernels::cuda::DriverError;
 
 /// What makes an exception: `statecopy.errors._of`.
 static OF: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
@@ -124,4 +125,41 @@ pub(crate) fn forked(py: Python<'_>) -> PyErr {
 /// A call after `close()`.
 pub(crate) fn closed(py: Python<'_>) -> PyErr {
     raise(py, &Error::Closed)
+}
+
+/// A copy that was waited for before.
+pub(crate) fn waited_for(py: Python<'_>) -> PyErr {
+    argument_remedied(
+        py,
+        "pending",
+        None,
+        "the copy was waited for before",
+        "Keep what the first wait returned.",
+    )
+}
+
+/// A host-completed copy while a graph is captured.
+pub(crate) fn capturing(py: Python<'_>) -> PyErr {
+    Failed {
+        family: Some("Error"),
+        code: None,
+        message: "The current stream is being captured, and a host-completed copy cannot be captured",
+        remedy: "Copy before the capture begins, or after it ended.",
+        leaves: Leaves::NothingMoved,
+        about: None,
+    }
+    .make(py)
+}
+
+/// The worker's own driver failed.
+pub(crate) fn driver(py: Python<'_>, error: &DriverError) -> PyErr {
+    Failed {
+        family: Some("Error"),
+        code: None,
+        message: &format!("What is queued on the current stream cannot be waited for: {error}"),
+        remedy: "Look for an earlier failure of a kernel of this process.",
+        leaves: Leaves::NothingMoved,
+        about: None,
+    }
+    .make(py)
 }

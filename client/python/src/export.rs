@@ -24,9 +24,9 @@ use crate::memory::{Allocation, Place};
 #[derive(Debug, Clone)]
 pub(crate) enum Owner {
     /// Memory of `statecopy.empty`.
-    Memory(Arc<Allocation>),
+    Memory(#[expect(dead_code, reason = "held for its drop")] Arc<Allocation>),
     /// A buffer of a client's pool, which goes back with its last owner.
-    Pooled(Arc<Buffer>),
+    Pooled(#[expect(dead_code, reason = "held for its drop")] Arc<Buffer>),
 }
 
 /// An owner that is given back in the process where it was kept, and forgotten in a forked child.

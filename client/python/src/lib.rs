@@ -9,27 +9,45 @@
 //! **Invariant.** The interpreter's lock is released wherever the daemon or the driver is waited for, and nothing of the
 //! client is touched in a forked child.
 
-#![expect(dead_code, reason = "the client that calls it comes next")]
+#![deny(unsafe_code)]
 
+mod bytes;
+mod client;
+mod copy;
+mod counters;
 mod errors;
 mod export;
 mod fork;
+mod hooks;
 mod memory;
-mod pool;
+mod operands;
+mod pending;
+mod plan;
 mod regions;
+mod session;
 mod sync;
+mod view;
 
-use pyo3::prelude::*;
+#[cfg(not(target_pointer_width = "64"))]
+compile_error!("statecopy runs on 64-bit machines");
+
+use pyo3::prelude::pymodule;
 
 /// The extension module.
 #[pymodule(name = "_core")]
 mod core_module {
+    use pyo3::prelude::*;
+
     #[pymodule_export]
-    use super::fork::forked;
+    use crate::client::{Client, connect};
     #[pymodule_export]
-    use super::memory::{Tensor, empty};
-    use super::{Bound, PyModule, PyResult};
-    use pyo3::types::PyModuleMethods;
+    use crate::fork::forked;
+    #[pymodule_export]
+    use crate::memory::{Tensor, empty};
+    #[pymodule_export]
+    use crate::pending::Pending;
+    #[pymodule_export]
+    use crate::plan::{BindingSet, Plan, Route};
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -126,11 +126,6 @@ impl Tensor {
         Self { kept: Kept::new(owner), place, dtype, shape: shape.into(), strides: strides.into() }
     }
 
-    /// Who keeps the bytes.
-    pub(crate) fn owner(&self) -> &Owner {
-        self.kept.owner()
-    }
-
     /// Where the first element lies.
     pub(crate) fn place(&self) -> Place {
         self.place

@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 
 use statecopy_client::blocking::Client;
 use statecopy_client::sharing::{self, RegionCounters};
-use statecopy_client::{Error, Slice};
+use statecopy_client::{Error, Region, Slice};
 
 use crate::memory::{self, Device, Place};
 use crate::sync::{AtomicU64, Ordering};
@@ -56,9 +56,9 @@ impl Regions {
         self.known.pin_memory(allocation.memory(), offset, bytes).map(Some)
     }
 
-    /// Lets the regions of all caches go like any other: layers were withdrawn.
-    pub(crate) fn unpin_all(&self) {
-        self.known.unpin_all();
+    /// Keeps the regions of these caches, and releases those of all others.
+    pub(crate) fn pin_only(&self, regions: &[Region]) {
+        self.known.pin_only(regions);
     }
 
     /// Registers nothing from now on but caches.
@@ -69,11 +69,6 @@ impl Regions {
     /// Releases everything but caches. The answer is how many bytes that were.
     pub(crate) fn trim(&self) -> u64 {
         self.known.trim()
-    }
-
-    /// Releases everything.
-    pub(crate) fn release_all(&self) {
-        self.known.release_all();
     }
 
     pub(crate) fn counters(&self) -> RegionCounters {

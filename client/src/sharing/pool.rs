@@ -13,6 +13,7 @@ use crate::error::Error;
 use crate::lock::lock;
 use crate::memory::Memory;
 use crate::region::{Region, Slice, Use};
+use crate::sync::{AtomicBool, Ordering};
 
 /// The smallest buffer of host memory: a page of the largest machines.
 const HOST_UNIT_BYTES: u64 = 64 << 10;
@@ -73,6 +74,8 @@ struct Books {
     shelf: Shelf<Block>,
     /// Those that are lent, by their addresses.
     lent: Ranges<Slice>,
+    /// Those that are not used again, until somebody may wait for the daemon.
+    condemned: Vec<Block>,
     closed: bool,
     hits: u64,
     misses: u64,
@@ -103,6 +106,7 @@ pub struct Buffer {
     address: u64,
     bytes: u64,
     stream: Option<u64>,
+    discarded: AtomicBool,
     pool: Weak<Inner>,
 }
 
@@ -144,7 +148,8 @@ impl Pool {
         let (address, slice) = (block.address, block.slice.clone());
         lock(&opened.books).lent.insert(address, block.bytes, slice.clone());
         let (bytes, pool) = (block.bytes, Arc::downgrade(&self.inner));
-        Ok(Buffer { block: Some(block), slice, address, bytes, stream, pool })
+        let discarded = AtomicBool::new(false);
+        Ok(Buffer { block: Some(block), slice, address, bytes, stream, discarded, pool })
     }
 
     /// Where in a registered region these bytes lie, when they are of a buffer that is lent.
@@ -160,7 +165,12 @@ impl Pool {
     /// Gives up every free buffer. The answer is how many bytes that were.
     pub fn trim(&self) -> u64 {
         let Some(opened) = self.inner.opened.get() else { return 0 };
-        let free = lock(&opened.books).shelf.clear();
+        let free = {
+            let mut books = lock(&opened.books);
+            let mut free = books.shelf.clear();
+            free.append(&mut books.condemned);
+            free
+        };
         let bytes = free.iter().map(|block| block.bytes).sum();
         self.inner.release(&free);
         bytes
@@ -203,8 +213,14 @@ impl Inner {
         };
         let bytes_max = self.bytes_max.unwrap_or((available / SHARE).min(BYTES_MAX));
         let shelf = Shelf::new(Room { bytes_max, unit_bytes });
-        let books =
-            Mutex::new(Books { shelf, lent: Ranges::default(), closed: false, hits: 0, misses: 0 });
+        let books = Mutex::new(Books {
+            shelf,
+            lent: Ranges::default(),
+            condemned: Vec::new(),
+            closed: false,
+            hits: 0,
+            misses: 0,
+        });
         Ok(self.opened.get_or_init(|| Opened { source, books }))
     }
 
@@ -214,7 +230,9 @@ impl Inner {
             let mut books = lock(&opened.books);
             let class = books.shelf.class_bytes(bytes).unwrap_or(u64::MAX);
             let room = books.shelf.room();
-            let given_up = books.shelf.reserve(class).map_err(|full| quota(bytes, room, full))?;
+            let mut given_up =
+                books.shelf.reserve(class).map_err(|full| quota(bytes, room, full))?;
+            given_up.append(&mut books.condemned);
             books.misses += 1;
             (given_up, class)
         };
@@ -292,6 +310,11 @@ impl Buffer {
         self.bytes
     }
 
+    /// It is not used again: a copy that nobody knows the end of may write it yet. It is given up once it was dropped.
+    pub fn discard(&self) {
+        self.discarded.store(true, Ordering::Relaxed);
+    }
+
     /// Its place in its region.
     #[must_use]
     pub fn slice(&self) -> &Slice {
@@ -312,6 +335,9 @@ impl Drop for Buffer {
             // Its region went with the session.
             drop(books);
             drop(block);
+        } else if self.discarded.load(Ordering::Relaxed) {
+            books.shelf.strike(self.bytes);
+            books.condemned.push(block);
         } else {
             books.shelf.give_back(block, self.bytes, self.stream);
         }

@@ -59,10 +59,6 @@ impl<T> Ranges<T> {
         self.entries.iter().map(|entry| &entry.value)
     }
 
-    pub(super) fn values_mut(&mut self) -> impl Iterator<Item = &mut T> {
-        self.entries.iter_mut().map(|entry| &mut entry.value)
-    }
-
     /// Takes the values out that are not to stay.
     pub(super) fn extract(&mut self, mut leaves: impl FnMut(&mut T) -> bool) -> Vec<T> {
         let taken = self.entries.extract_if(.., |entry| leaves(&mut entry.value));

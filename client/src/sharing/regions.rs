@@ -5,7 +5,7 @@
 //!  unseen -------> known          the holder gone, least recently used, trim
 //!                  |  ^  ---------------------------------------------------> released
 //!              pin v  | unpin
-//!                 pinned ---------- another allocation there, release_all --> released
+//!                 pinned ---------- another allocation there, pin_only ----> released
 //! ```
 
 use std::any::Any;
@@ -272,9 +272,13 @@ impl Regions {
         })
     }
 
-    /// Lets every region go like any other.
-    pub fn unpin_all(&self) {
-        lock(&self.table).known.values_mut().for_each(|known| known.pinned = false);
+    /// Keeps these pinned, and releases every other that was: their caches are no longer registered.
+    pub fn pin_only(&self, regions: &[Region]) {
+        let is_kept = |known: &Known| {
+            regions.iter().any(|region| region.record.key == known.region.record.key)
+        };
+        let gone = lock(&self.table).drop_where(|known| known.pinned && !is_kept(known));
+        release_regions(&self.client, gone);
     }
 
     /// Registers nothing from now on but what is pinned.
@@ -294,12 +298,6 @@ impl Regions {
         let bytes = gone.iter().map(Region::bytes).sum();
         release_regions(&self.client, gone);
         bytes
-    }
-
-    /// Releases everything.
-    pub fn release_all(&self) {
-        let gone = lock(&self.table).drop_where(|_| true);
-        release_regions(&self.client, gone);
     }
 
     /// What it registered.

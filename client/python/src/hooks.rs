@@ -1,0 +1,73 @@
+//! What a tensor library adds to the plain client: how results are wrapped, and what only it can do with its tensors.
+
+use pyo3::intern;
+use pyo3::prelude::*;
+
+/// The hooks of `statecopy.torch`; a plain client has none.
+#[derive(Debug)]
+pub(crate) struct Hooks(Option<Py<PyAny>>);
+
+impl Hooks {
+    pub(crate) fn new(hooks: Option<Py<PyAny>>) -> Self {
+        Self(hooks)
+    }
+
+    pub(crate) fn is_plain(&self) -> bool {
+        self.0.is_none()
+    }
+
+    fn get<'py>(&self, py: Python<'py>) -> Option<Bound<'py, PyAny>> {
+        self.0.as_ref().map(|hooks| hooks.bind(py).clone())
+    }
+
+    /// A tensor over the memory of a DLPack capsule; the capsule itself for a plain client.
+    pub(crate) fn wrap<'py>(
+        &self,
+        py: Python<'py>,
+        capsule: Bound<'py, PyAny>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        match self.get(py) {
+            Some(hooks) => hooks.call_method1(intern!(py, "wrap"), (capsule,)),
+            None => Ok(capsule),
+        }
+    }
+
+    /// The raw handle of the stream that the caller's work is queued on: the legacy default stream for a plain client.
+    pub(crate) fn stream(&self, py: Python<'_>) -> PyResult<u64> {
+        match self.get(py) {
+            Some(hooks) => hooks.call_method0(intern!(py, "stream"))?.extract(),
+            None => Ok(0),
+        }
+    }
+
+    /// Whether that stream is being captured.
+    pub(crate) fn is_capturing(&self, py: Python<'_>) -> PyResult<bool> {
+        match self.get(py) {
+            Some(hooks) => hooks.call_method0(intern!(py, "capturing"))?.is_truthy(),
+            None => Ok(false),
+        }
+    }
+
+    /// The operand in a form that can be used; `None` for a plain client.
+    pub(crate) fn normalise<'py>(
+        &self,
+        role: &str,
+        tensor: &Bound<'py, PyAny>,
+        dtype: &str,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let py = tensor.py();
+        let Some(hooks) = self.get(py) else { return Ok(None) };
+        hooks.call_method1(intern!(py, "normalise"), (role, tensor, dtype)).map(Some)
+    }
+
+    /// Copies a tensor of the device into another, on the current stream. False for a plain client, which cannot.
+    pub(crate) fn stage(
+        &self,
+        into: &Bound<'_, PyAny>,
+        tensor: &Bound<'_, PyAny>,
+    ) -> PyResult<bool> {
+        let py = tensor.py();
+        let Some(hooks) = self.get(py) else { return Ok(false) };
+        hooks.call_method1(intern!(py, "stage"), (into, tensor)).map(|_| true)
+    }
+}

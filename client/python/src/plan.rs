@@ -1,0 +1,238 @@
+//! Plans: published layers and binding sets.
+
+use std::sync::Arc;
+
+use pyo3::prelude::*;
+use pyo3::types::PyTuple;
+use statecopy_client::{DataType, blocking};
+
+use crate::copy::{Manner, Prepared};
+use crate::operands::{Asker, IndexOperand};
+use crate::pending::Pending;
+use crate::session::Session;
+
+/// What of a plan never changes.
+#[derive(Debug)]
+pub(crate) struct Facts {
+    pub(crate) dtype: DataType,
+    /// `[N, H, V, K]`.
+    pub(crate) shape: [u64; 4],
+    /// How many layers one request copies.
+    pub(crate) layers: u64,
+    pub(crate) is_set: bool,
+    pub(crate) max_selected: u64,
+    /// Bytes of one state.
+    pub(crate) payload_bytes: u64,
+}
+
+impl Facts {
+    /// `[selected, H, V, K]`, or `[L, selected, H, V, K]` of a binding set.
+    pub(crate) fn packed_shape(&self, selected: u64) -> Vec<u64> {
+        let [_, heads, values, keys] = self.shape;
+        let set = self.is_set.then_some(self.layers);
+        set.into_iter().chain([selected, heads, values, keys]).collect()
+    }
+
+    /// Saturates, which no memory holds.
+    pub(crate) fn packed_bytes(&self, selected: u64) -> u64 {
+        self.payload_bytes.saturating_mul(self.layers).saturating_mul(selected)
+    }
+}
+
+/// What both kinds of plan are.
+#[derive(Debug)]
+struct Inner {
+    session: Arc<Session>,
+    plan: blocking::Plan,
+    facts: Facts,
+}
+
+type Object<'a, 'py> = &'a Bound<'py, PyAny>;
+
+impl Inner {
+    fn prepare_gather(
+        &self,
+        arguments: (Object<'_, '_>, Object<'_, '_>, Object<'_, '_>),
+        (lane, timeout_s): (Option<u32>, Option<f64>),
+    ) -> PyResult<Prepared> {
+        let py = arguments.0.py();
+        let manner = Manner::new(py, lane, timeout_s)?;
+        Prepared::gather(py, &self.session, &self.plan, &self.facts, arguments, manner)
+    }
+
+    fn prepare_scatter(
+        &self,
+        arguments: (Object<'_, '_>, Object<'_, '_>),
+        (lane, timeout_s): (Option<u32>, Option<f64>),
+    ) -> PyResult<Prepared> {
+        let py = arguments.0.py();
+        let manner = Manner::new(py, lane, timeout_s)?;
+        Prepared::scatter(py, &self.session, &self.plan, &self.facts, arguments, manner)
+    }
+}
+
+/// How an operand travels.
+#[pyclass(frozen, module = "statecopy", get_all)]
+#[derive(Debug)]
+pub(crate) struct Route {
+    /// `"in_place"`, `"inline"` or `"copied"`.
+    how: &'static str,
+    /// Where the daemon finds it, as an address of this process; None where its values go with the request.
+    address: Option<u64>,
+}
+
+#[pymethods]
+impl Route {
+    fn __repr__(&self) -> String {
+        let address =
+            self.address.map_or_else(|| "None".to_owned(), |address| format!("{address:#x}"));
+        format!("Route(how={:?}, address={address})", self.how)
+    }
+}
+
+macro_rules! plan_class {
+    ($(#[$doc:meta])* $class:ident, $name:literal, $gather:literal, $scatter:literal, $submit_gather:literal,
+     $submit_scatter:literal) => {
+        $(#[$doc])*
+        #[pyclass(frozen, module = "statecopy", name = $name)]
+        #[derive(Debug)]
+        pub(crate) struct $class(Inner);
+
+        impl $class {
+            pub(crate) fn new(session: Arc<Session>, plan: blocking::Plan, facts: Facts) -> Self {
+                Self(Inner { session, plan, facts })
+            }
+        }
+
+        #[pymethods]
+        impl $class {
+            #[pyo3(name = $gather, signature = (indices, flags=None, *, out=None, lane=None, timeout_s=None))]
+            fn gather<'py>(
+                &self,
+                py: Python<'py>,
+                indices: &Bound<'py, PyAny>,
+                flags: Option<&Bound<'py, PyAny>>,
+                out: Option<&Bound<'py, PyAny>>,
+                lane: Option<u32>,
+                timeout_s: Option<f64>,
+            ) -> PyResult<Bound<'py, PyAny>> {
+                let none = py.None().into_bound(py);
+                let arguments = (indices, flags.unwrap_or(&none), out.unwrap_or(&none));
+                self.0.prepare_gather(arguments, (lane, timeout_s))?.run(py)
+            }
+
+            #[pyo3(name = $scatter, signature = (packed, indices, *, lane=None, timeout_s=None))]
+            fn scatter(
+                &self,
+                py: Python<'_>,
+                packed: &Bound<'_, PyAny>,
+                indices: &Bound<'_, PyAny>,
+                lane: Option<u32>,
+                timeout_s: Option<f64>,
+            ) -> PyResult<()> {
+                self.0.prepare_scatter((packed, indices), (lane, timeout_s))?.run(py).map(drop)
+            }
+
+            #[pyo3(name = $submit_gather, signature = (indices, flags=None, *, out=None, lane=None, timeout_s=None))]
+            fn submit_gather(
+                &self,
+                py: Python<'_>,
+                indices: &Bound<'_, PyAny>,
+                flags: Option<&Bound<'_, PyAny>>,
+                out: Option<&Bound<'_, PyAny>>,
+                lane: Option<u32>,
+                timeout_s: Option<f64>,
+            ) -> PyResult<Pending> {
+                let none = py.None().into_bound(py);
+                let arguments = (indices, flags.unwrap_or(&none), out.unwrap_or(&none));
+                let prepared = self.0.prepare_gather(arguments, (lane, timeout_s))?;
+                prepared.submit(py).map(Pending::new)
+            }
+
+            #[pyo3(name = $submit_scatter, signature = (packed, indices, *, lane=None, timeout_s=None))]
+            fn submit_scatter(
+                &self,
+                py: Python<'_>,
+                packed: &Bound<'_, PyAny>,
+                indices: &Bound<'_, PyAny>,
+                lane: Option<u32>,
+                timeout_s: Option<f64>,
+            ) -> PyResult<Pending> {
+                let prepared = self.0.prepare_scatter((packed, indices), (lane, timeout_s))?;
+                prepared.submit(py).map(Pending::new)
+            }
+
+            /// How indices would travel with a request: the request itself is made ready in the same way.
+            fn route(&self, py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<Route> {
+                let Inner { session, facts, .. } = &self.0;
+                session.check(py)?;
+                let asker = Asker { session, facts, stream: session.stream(py)? };
+                Ok(match asker.indices(indices)? {
+                    IndexOperand::Int32(_) | IndexOperand::Int64(_) => {
+                        Route { how: "inline", address: None }
+                    }
+                    IndexOperand::Shared(_, shared) => Route {
+                        how: if shared.copied_to.is_some() { "copied" } else { "in_place" },
+                        address: Some(shared.address),
+                    },
+                })
+            }
+
+            #[getter]
+            fn name(&self) -> &str {
+                self.0.plan.as_async().name()
+            }
+
+            #[getter]
+            fn dtype(&self) -> &'static str {
+                self.0.facts.dtype.label()
+            }
+
+            #[getter]
+            fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+                PyTuple::new(py, self.0.facts.shape)
+            }
+
+            #[getter]
+            fn layers(&self) -> u64 {
+                self.0.facts.layers
+            }
+
+            #[getter]
+            fn max_selected(&self) -> u64 {
+                self.0.facts.max_selected
+            }
+
+            #[getter]
+            fn payload_bytes(&self) -> u64 {
+                self.0.facts.payload_bytes
+            }
+
+            #[getter]
+            fn signature(&self) -> String {
+                self.0.plan.as_async().signature().to_string()
+            }
+
+            #[getter]
+            fn kind(&self) -> Option<&'static str> {
+                self.0.plan.as_async().kind().map(statecopy_client::PlanKind::label)
+            }
+
+            fn __repr__(&self) -> String {
+                let Facts { dtype, shape, max_selected, .. } = &self.0.facts;
+                let name = self.0.plan.as_async().name();
+                format!(concat!($name, "({:?}, {}, {:?}, max_selected={})"), name, dtype, shape, max_selected)
+            }
+        }
+    };
+}
+
+plan_class! {
+    /// A published layer.
+    Plan, "Plan", "gather", "scatter", "submit_gather", "submit_scatter"
+}
+
+plan_class! {
+    /// A published binding set: several layers of one signature, copied by one request.
+    BindingSet, "BindingSet", "gather_all", "scatter_all", "submit_gather_all", "submit_scatter_all"
+}

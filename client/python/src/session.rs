@@ -1,0 +1,262 @@
+//! What a client and all of its plans share.
+
+#![expect(unsafe_code, reason = "a stream is known by its raw handle")]
+
+use std::collections::BTreeMap;
+use std::mem;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pyo3::prelude::*;
+use statecopy_client::blocking::Client;
+use statecopy_client::sharing::{Buffer, Pool};
+use statecopy_client::{DataType, Region, Slice};
+use statecopy_kernels::cuda::CudaGuest;
+
+use crate::bytes;
+use crate::counters::Counters;
+use crate::errors;
+use crate::export::{self, Owner};
+use crate::fork::Birth;
+use crate::hooks::Hooks;
+use crate::memory::{Device, Place, Tensor, dense_strides};
+use crate::regions::Regions;
+use crate::sync::{AtomicBool, AtomicU32, Ordering};
+use crate::view::{View, Whose};
+
+/// The lane of a thread that names none.
+static LANES: AtomicU32 = AtomicU32::new(1);
+
+thread_local! {
+    static LANE: u32 = LANES.fetch_add(1, Ordering::Relaxed);
+}
+
+/// A lane of the calling thread's own (contract: Both).
+pub(crate) fn lane_of_this_thread() -> u32 {
+    LANE.with(|lane| *lane)
+}
+
+/// One client's session with the daemon, and what it shares with it.
+#[derive(Debug)]
+pub(crate) struct Session {
+    pub(crate) client: Client,
+    pub(crate) pool: Pool,
+    pub(crate) regions: Regions,
+    pub(crate) hooks: Hooks,
+    pub(crate) counters: Counters,
+    /// The session's CUDA device, as this process uses it; none on the host.
+    guest: Option<CudaGuest>,
+    /// The registered tensors: a plan is not to outlive its cache.
+    registered: Mutex<BTreeMap<String, Registered>>,
+    birth: Birth,
+    closed: AtomicBool,
+}
+
+/// A registered layer's cache.
+#[derive(Debug)]
+pub(crate) struct Registered {
+    /// What keeps the memory.
+    pub(crate) _tensor: Py<PyAny>,
+    /// What it lies in.
+    pub(crate) region: Region,
+}
+
+impl Session {
+    pub(crate) fn new(
+        client: Client,
+        guest: Option<CudaGuest>,
+        hooks: Hooks,
+        pool_bytes_max: Option<u64>,
+    ) -> Self {
+        Self {
+            pool: Pool::new(&client, pool_bytes_max),
+            regions: Regions::new(&client),
+            client,
+            guest,
+            hooks,
+            counters: Counters::default(),
+            registered: Mutex::default(),
+            birth: Birth::here(),
+            closed: AtomicBool::new(false),
+        }
+    }
+
+    /// # Errors
+    /// ForkedError in a child, ClosedError after [`Session::close`].
+    pub(crate) fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.birth.check(py)?;
+        if self.closed.load(Ordering::Relaxed) { Err(errors::closed(py)) } else { Ok(()) }
+    }
+
+    pub(crate) fn is_foreign(&self) -> bool {
+        self.birth.is_foreign()
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.is_foreign() || self.closed.load(Ordering::Relaxed)
+    }
+
+    /// Whether its device is the host.
+    pub(crate) fn is_host(&self) -> bool {
+        self.guest.is_none()
+    }
+
+    /// The device that operands must lie on.
+    pub(crate) fn device(&self) -> Device {
+        self.guest.as_ref().map_or(Device::Host, |guest| Device::Cuda(guest.ordinal()))
+    }
+
+    /// Whether a tensor lies on it.
+    pub(crate) fn owns(&self, view: &View) -> bool {
+        view.whose == Whose::Of(self.device())
+    }
+
+    /// Where memory of the session's device lies in a region; `None` where it has to be copied to be seen by the daemon.
+    ///
+    /// # Errors
+    /// What registering it says.
+    pub(crate) fn place(
+        &self,
+        py: Python<'_>,
+        address: u64,
+        bytes: u64,
+    ) -> PyResult<Option<Slice>> {
+        if let Some(slice) = self.pool.find(address, bytes) {
+            return Ok(Some(slice));
+        }
+        let place = Place { device: self.device(), address };
+        let placed = py.detach(|| self.regions.slice(place, bytes));
+        placed.map_err(|error| errors::raise(py, &error))
+    }
+
+    /// The same for a layer's cache, which stays registered; `None` for ordinary memory.
+    ///
+    /// # Errors
+    /// What registering it says.
+    pub(crate) fn place_cache(
+        &self,
+        py: Python<'_>,
+        address: u64,
+        bytes: u64,
+    ) -> PyResult<Option<Slice>> {
+        let place = Place { device: self.device(), address };
+        let placed = py.detach(|| self.regions.pin(place, bytes));
+        placed.map_err(|error| errors::raise(py, &error))
+    }
+
+    /// A pooled buffer.
+    ///
+    /// # Errors
+    /// CapacityError when the pool is full; what registering it says.
+    pub(crate) fn take(&self, py: Python<'_>, bytes: u64, stream: u64) -> PyResult<Arc<Buffer>> {
+        let taken = py.detach(|| self.pool.take(bytes.max(1), stream));
+        taken.map(Arc::new).map_err(|error| errors::raise(py, &error))
+    }
+
+    /// Keeps the tensors of a new registration, and lets go of those of the one before.
+    pub(crate) fn keep(&self, py: Python<'_>, caches: BTreeMap<String, Registered>) {
+        let before = mem::replace(&mut *lock(&self.registered), caches);
+        py.detach(|| self.settle_pins());
+        // A tensor's end may run any code.
+        drop(before);
+    }
+
+    /// The same for the layers that moved.
+    pub(crate) fn keep_moved(&self, py: Python<'_>, moved: BTreeMap<String, Registered>) {
+        let mut before = Vec::new();
+        {
+            let mut registered = lock(&self.registered);
+            for (name, cache) in moved {
+                before.extend(registered.insert(name, cache));
+            }
+        }
+        py.detach(|| self.settle_pins());
+        drop(before);
+    }
+
+    /// Pins what is registered, and nothing else; gives the rest up.
+    fn settle_pins(&self) {
+        let regions: Vec<Region> =
+            lock(&self.registered).values().map(|cache| cache.region.clone()).collect();
+        self.regions.pin_only(&regions);
+    }
+
+    /// A tensor over a pooled buffer: of the tensor library, or our own.
+    pub(crate) fn tensor_over<'py>(
+        &self,
+        py: Python<'py>,
+        buffer: Arc<Buffer>,
+        dtype: DataType,
+        shape: &[u64],
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let place = Place { device: self.device(), address: buffer.address() };
+        let owner = Owner::Pooled(buffer);
+        if self.hooks.is_plain() {
+            return Ok(Bound::new(py, Tensor::dense(owner, place, dtype, shape))?.into_any());
+        }
+        let strides = dense_strides(shape).unwrap_or_default();
+        let capsule = export::capsule(py, owner, place, dtype, shape, &strides, false)?;
+        self.hooks.wrap(py, capsule)
+    }
+
+    /// Waits for what the caller queued on its current stream, which may write what a copy reads. Nothing on the host.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub(crate) fn synchronise(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        let Some(guest) = &self.guest else { return Ok(()) };
+        let waited = py.detach(|| {
+            // SAFETY: the tensor library's own current stream, which it keeps for as long as it is current on this thread, or
+            // the legacy default stream.
+            unsafe { guest.synchronize(stream) }
+        });
+        waited.map_err(|error| errors::driver(py, &error))
+    }
+
+    /// Copies a gathered buffer to the tensor that the caller wants it in.
+    ///
+    /// # Errors
+    /// What the tensor library raises.
+    pub(crate) fn copy_back(
+        &self,
+        py: Python<'_>,
+        buffer: Arc<Buffer>,
+        (dtype, shape): (DataType, &[u64]),
+        (view, out): (&View, &Py<PyAny>),
+        bytes: u64,
+    ) -> PyResult<()> {
+        if self.is_host() {
+            let (from, to) = (buffer.address(), view.address);
+            py.detach(|| bytes::copy(from, to, bytes));
+        } else {
+            let from = self.tensor_over(py, buffer, dtype, shape)?;
+            self.hooks.stage(out.bind(py), &from)?;
+        }
+        self.counters.operands_copied.add(1);
+        self.counters.bytes_copied_to_share.add(bytes);
+        Ok(())
+    }
+
+    /// The caller's current stream; 0 on the host.
+    pub(crate) fn stream(&self, py: Python<'_>) -> PyResult<u64> {
+        if self.is_host() { Ok(0) } else { self.hooks.stream(py) }
+    }
+
+    /// Ends the session.
+    pub(crate) fn close(&self, py: Python<'_>) -> PyResult<()> {
+        if self.closed.swap(true, Ordering::Relaxed) {
+            return Ok(());
+        }
+        let before = mem::take(&mut *lock(&self.registered));
+        let closed = py.detach(|| {
+            let closed = self.client.clone().close();
+            self.pool.close();
+            closed
+        });
+        drop(before);
+        closed.map_err(|error| errors::raise(py, &error))
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
