@@ -26,7 +26,7 @@ pub(crate) struct Client {
 
 /// Connects to the daemon.
 #[pyfunction]
-#[pyo3(signature = (address=None, *, device=None, label="", wait_s=5.0, timeout_s=10.0, register_timeout_s=120.0,
+#[pyo3(signature = (address=None, *, device=None, label="", wait_s=5.0, timeout_s=10.0, register_timeout_s=120.0, reconnect_s=None,
                     transport="ring", spin_us=50.0, pool_bytes_max=None, hooks=None))]
 #[expect(clippy::too_many_arguments, reason = "each is a keyword of its own in Python")]
 pub(crate) fn connect(
@@ -37,6 +37,7 @@ pub(crate) fn connect(
     wait_s: f64,
     timeout_s: f64,
     register_timeout_s: f64,
+    reconnect_s: Option<f64>,
     transport: &str,
     spin_us: f64,
     pool_bytes_max: Option<u64>,
@@ -50,7 +51,12 @@ pub(crate) fn connect(
             return Err(errors::argument(py, "transport", None, &message));
         }
     };
+    let reconnect_for = match reconnect_s {
+        Some(seconds) => seconds_of(py, "reconnect_s", seconds)?,
+        None => ConnectOptions::default().reconnect_for,
+    };
     let options = ConnectOptions {
+        reconnect_for,
         label: label.to_owned(),
         device,
         wait_for: seconds_of(py, "wait_s", wait_s)?,
@@ -285,6 +291,13 @@ impl Client {
         counters.set_item("pool_hits", pool.hits)?;
         counters.set_item("pool_misses", pool.misses)?;
         Ok(counters)
+    }
+
+    /// Whether a copy that nobody waits for may still run: it was given up, or the daemon went away under it and its device
+    /// process is not known to be dead.
+    fn has_stray_copies(&self, py: Python<'_>) -> PyResult<bool> {
+        self.session.check(py)?;
+        Ok(self.session.client.has_stray_copies())
     }
 
     /// Asks whether the supervisor lives.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from statecopy import _core
 from statecopy._core import BindingSet, Pending, Plan, Route, Tensor, __version__, empty
@@ -133,6 +133,10 @@ class Client:
         """What this client did and holds, in numbers."""
         return self._core.counters()
 
+    def has_stray_copies(self) -> bool:
+        """Whether a copy that nobody waits for may still run, so that rows and packed buffers may yet change."""
+        return self._core.has_stray_copies()
+
     def ping(self) -> None:
         """Returns once the daemon has answered."""
         self._core.ping()
@@ -165,6 +169,7 @@ def connect(
     wait_s: float = 5.0,
     timeout_s: float = 10.0,
     register_timeout_s: float = 120.0,
+    reconnect_s: float | None = None,
     transport: str = "ring",
     spin_us: float = 50.0,
     pool_bytes_max: int | None = None,
@@ -173,17 +178,19 @@ def connect(
 
     An address is ``unix:///path/of/the/socket``, the socket's path, or the daemon's runtime directory. A daemon that is not
     there yet is waited for, ``wait_s`` seconds at most. ``device`` is the UUID of the device that the worker's memory lies
-    on, where the daemon serves several. ``timeout_s`` is the deadline of calls and copies that name none. ``transport`` is
+    on, where the daemon serves several. ``timeout_s`` is the deadline of calls and copies that name none;
+    a call looks for a daemon that went away until its own deadline, or ``reconnect_s`` seconds at most. ``transport`` is
     ``"ring"`` or ``"grpc"``. ``spin_us`` is how long a call looks for its answer before it sleeps. The client's buffers take
     at most ``pool_bytes_max`` bytes.
     """
     core = _core.connect(
-        None if address is None else cast(str, os.fspath(address)),
+        None if address is None else os.fspath(address),
         device=device,
         label=label,
         wait_s=wait_s,
         timeout_s=timeout_s,
         register_timeout_s=register_timeout_s,
+        reconnect_s=reconnect_s,
         transport=transport,
         spin_us=spin_us,
         pool_bytes_max=pool_bytes_max,
