@@ -1,6 +1,7 @@
 //! The CUDA device over the stub driver: the conformance suite, and what only a driver on demand can show.
 
 mod exports;
+mod guest;
 mod launches;
 mod legacy;
 mod opening;
@@ -37,7 +38,7 @@ fn artifacts(stub: &Stub) -> Artifacts {
 pub(super) struct Bed {
     pub(super) device: CudaDevice,
     pub(super) exporter: CudaExporter,
-    _entered: Entered,
+    entered: Entered,
     pub(super) stub: Stub,
 }
 
@@ -61,7 +62,7 @@ impl Bed {
         let entered = stub.enter();
         let device = CudaDevice::open(options(&stub, CudaSelector::Ordinal(0))).unwrap();
         let exporter = CudaExporter::open(&stub.library()).unwrap();
-        Self { device, exporter, _entered: entered, stub }
+        Self { device, exporter, entered, stub }
     }
 
     /// What this process did and holds.
@@ -142,7 +143,7 @@ mod conformance {
 
 #[test]
 fn what_was_taken_of_the_driver_is_given_back() {
-    let Bed { device, exporter, _entered: entered, stub } = Bed::open();
+    let Bed { device, exporter, entered, stub } = Bed::open();
     let report = || stub.process(process::id()).unwrap();
     let launcher = device.launcher().unwrap();
     let scratch = device.scratch(100).unwrap();
