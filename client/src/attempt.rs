@@ -153,7 +153,17 @@ async fn open(shared: &Shared, call: &Call) -> Result<Arc<Link>, Failure> {
     let link = Arc::new(Link::open(number, &shared.address, &shared.options, call).await?);
     let (regions, registration) = shared.records();
     for region in regions {
-        link.register_region(&region, call).await?;
+        let told = link.register_region(&region, call).await;
+        let is_needed =
+            || registration.as_ref().is_some_and(|record| record.registration.uses(region.key));
+        match told {
+            // Whoever freed it asks for no copy there; a layer's cache is another matter.
+            Err(failure) if region.is_gone() && !is_needed() => {
+                tracing::debug!(?failure, region = region.key.0, "the memory is gone");
+                shared.forget_region(region.key);
+            }
+            told => told?,
+        }
     }
     if let Some(record) = registration {
         let (number, registration) = (record.number, &record.registration);

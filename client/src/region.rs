@@ -45,6 +45,16 @@ pub(crate) enum Source {
     Device(DeviceMemory),
 }
 
+impl RegionRecord {
+    /// Whether the memory is known not to be there any more.
+    pub(crate) fn is_gone(&self) -> bool {
+        match &self.source {
+            Source::Memory(_) | Source::Descriptor(_) => false,
+            Source::Device(memory) => !memory.is_unchanged(memory.start(), memory.bytes()),
+        }
+    }
+}
+
 impl Source {
     /// The memory file, where it is one.
     pub(crate) fn file(&self) -> Option<BorrowedFd<'_>> {

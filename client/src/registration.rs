@@ -7,7 +7,7 @@ use statecopy_proto::{DataType, v1};
 
 use crate::error::{ArgumentError, Error};
 use crate::plan::Plan;
-use crate::region::Region;
+use crate::region::{Region, RegionKey};
 
 /// One layer's cache: `[N, H, V, K]` elements in a registered region (contract: Cache).
 ///
@@ -108,6 +108,11 @@ impl Registration {
         let layers = layers.into_iter().map(Into::into).collect();
         self.sets.push(SetRecord { name: name.into(), layers });
         self
+    }
+
+    /// Whether a layer lies in that region.
+    pub(crate) fn uses(&self, region: RegionKey) -> bool {
+        self.layers.iter().any(|layer| layer.region.record.key == region)
     }
 }
 

@@ -87,14 +87,14 @@ struct Block {
     address: u64,
     bytes: u64,
     slice: Slice,
-    _memory: Backing,
+    backing: Backing,
 }
 
 #[derive(Debug)]
-#[expect(dead_code, reason = "they are held for their drop")]
 enum Backing {
     Host(Memory),
-    Device(GuestMemory),
+    /// Held for its drop.
+    Device(#[expect(dead_code, reason = "nobody here looks into it")] GuestMemory),
 }
 
 /// A buffer of a pool. It goes back when it is dropped, on whatever thread and without asking anybody; where the pool is gone,
@@ -260,13 +260,13 @@ impl Inner {
                 let memory = Memory::allocate("statecopy.pool", bytes)?;
                 let slice = self.client.register_region(&memory, Use::Packed)?.at(0);
                 let address = memory.address();
-                Ok(Block { address, bytes, slice, _memory: Backing::Host(memory) })
+                Ok(Block { address, bytes, slice, backing: Backing::Host(memory) })
             }
             Source::Cuda(guest) => {
                 let memory = guest.allocate(bytes).map_err(Refusal::from)?;
                 let address = memory.address();
                 let slice = self.client.register_device_memory(address, bytes)?;
-                Ok(Block { address, bytes, slice, _memory: Backing::Device(memory) })
+                Ok(Block { address, bytes, slice, backing: Backing::Device(memory) })
             }
         }
     }
@@ -313,6 +313,15 @@ impl Buffer {
     /// It is not used again: a copy that nobody knows the end of may write it yet. It is given up once it was dropped.
     pub fn discard(&self) {
         self.discarded.store(true, Ordering::Relaxed);
+    }
+
+    /// The memory that it is, on the host device.
+    #[must_use]
+    pub fn memory(&self) -> Option<&Memory> {
+        match &self.block.as_ref()?.backing {
+            Backing::Host(memory) => Some(memory),
+            Backing::Device(_) => None,
+        }
     }
 
     /// Its place in its region.

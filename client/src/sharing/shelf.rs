@@ -162,3 +162,118 @@ impl<T> Shelf<T> {
         self.free.len() as u64 + self.lent
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const ROOM: Room = Room { bytes_max: 10_000, unit_bytes: 100 };
+
+    /// Lends new buffers, which are named by their numbers, and takes them back.
+    fn stocked(buffers: &[(u64, Option<u64>)]) -> Shelf<usize> {
+        let mut shelf = Shelf::new(ROOM);
+        for (number, (bytes, stream)) in buffers.iter().enumerate() {
+            assert_eq!(shelf.reserve(*bytes), Ok(vec![]));
+            shelf.give_back(number, *bytes, *stream);
+        }
+        shelf
+    }
+
+    fn taken(shelf: &mut Shelf<usize>, bytes: u64, stream: u64) -> Option<(usize, Option<u64>)> {
+        shelf.take(bytes, Some(stream)).map(|taken| (taken.value, taken.busy_on))
+    }
+
+    #[test]
+    fn the_smallest_that_fits_is_taken_and_none_that_is_twice_too_large() {
+        let mut shelf = stocked(&[(800, None), (400, None), (500, None), (900, None)]);
+        assert_eq!(taken(&mut shelf, 450, 1), Some((2, None)));
+        assert_eq!(taken(&mut shelf, 450, 1), Some((0, None)));
+        assert_eq!(taken(&mut shelf, 450, 1), Some((3, None)));
+        assert_eq!(taken(&mut shelf, 450, 1), None);
+        assert_eq!(taken(&mut shelf, 199, 1), None);
+        assert_eq!(taken(&mut shelf, 200, 1), Some((1, None)));
+        assert_eq!((shelf.bytes(), shelf.lent_bytes(), shelf.buffers()), (2600, 2600, 4));
+    }
+
+    #[test]
+    fn one_of_the_smallest_size_serves_the_smallest_request() {
+        let mut shelf = stocked(&[(100, None)]);
+        assert_eq!(taken(&mut shelf, 1, 1), Some((0, None)));
+    }
+
+    #[test]
+    fn one_that_another_stream_may_use_comes_after_all_that_are_idle() {
+        let mut shelf = stocked(&[(400, Some(2)), (600, Some(1)), (700, None)]);
+        assert_eq!(taken(&mut shelf, 400, 1), Some((1, None)));
+        assert_eq!(taken(&mut shelf, 400, 1), Some((2, None)));
+        assert_eq!(taken(&mut shelf, 400, 1), Some((0, Some(2))));
+    }
+
+    #[test]
+    fn a_wait_for_the_device_settles_what_came_back_before_it() {
+        let mut shelf = stocked(&[(400, Some(2)), (600, Some(2))]);
+        let returns = shelf.returns();
+        assert_eq!(shelf.reserve(500), Ok(vec![]));
+        shelf.give_back(7, 500, Some(2));
+        shelf.settled(returns);
+        assert_eq!(taken(&mut shelf, 400, 1), Some((0, None)));
+        assert_eq!(taken(&mut shelf, 400, 1), Some((1, None)));
+        assert_eq!(taken(&mut shelf, 400, 1), Some((7, Some(2))));
+    }
+
+    #[test]
+    fn room_is_made_by_giving_up_what_came_back_longest_ago() {
+        let mut shelf = stocked(&[(4000, None), (3000, None), (3000, None)]);
+        assert_eq!(taken(&mut shelf, 4000, 1), Some((0, None)));
+        shelf.give_back(0, 4000, None);
+        assert_eq!(shelf.reserve(2000), Ok(vec![1]));
+        assert_eq!(shelf.reserve(2000), Ok(vec![2]));
+        assert_eq!(shelf.reserve(6001), Err(Full { lent_bytes: 4000 }));
+        assert_eq!((shelf.bytes(), shelf.buffers()), (8000, 3), "nothing was given up for nothing");
+        assert_eq!(shelf.reserve(6000), Ok(vec![0]));
+        assert_eq!((shelf.bytes(), shelf.lent_bytes(), shelf.buffers()), (10_000, 10_000, 3));
+    }
+
+    proptest! {
+        #[test]
+        fn a_new_buffer_is_at_most_an_eighth_too_large(bytes in 1_u64..1 << 50) {
+            let room = Room { bytes_max: u64::MAX, unit_bytes: 4096 };
+            let class = Shelf::<()>::new(room).class_bytes(bytes).unwrap();
+            prop_assert!(class >= bytes && class.is_multiple_of(4096));
+            prop_assert!(class <= bytes + bytes / STEPS + 4096, "{class}");
+        }
+
+        #[test]
+        fn there_are_never_more_bytes_than_the_room_has(
+            steps in prop::collection::vec((1_u64..4000, 0_usize..8, any::<bool>()), 0..200),
+        ) {
+            let mut shelf = Shelf::new(ROOM);
+            let mut lent: Vec<(usize, u64)> = Vec::new();
+            for (number, (bytes, at, comes_back)) in steps.into_iter().enumerate() {
+                if comes_back && !lent.is_empty() {
+                    let buffer = lent.swap_remove(at % lent.len());
+                    shelf.give_back(buffer, buffer.1, None);
+                } else if let Some(Taken { value: buffer, .. }) = shelf.take(bytes, None) {
+                    prop_assert!(bytes <= buffer.1 && buffer.1 <= (2 * bytes).max(100));
+                    lent.push(buffer);
+                } else {
+                    let class = shelf.class_bytes(bytes).unwrap();
+                    if let Ok(given_up) = shelf.reserve(class) {
+                        prop_assert!(given_up.iter().all(|gone| !lent.contains(gone)));
+                        lent.push((number, class));
+                    }
+                }
+                prop_assert!(shelf.bytes() <= ROOM.bytes_max);
+                let bytes: u64 = lent.iter().map(|lent| lent.1).sum();
+                prop_assert_eq!(shelf.lent_bytes(), bytes);
+            }
+        }
+    }
+
+    #[test]
+    fn a_size_past_64_bits_has_no_class() {
+        assert_eq!(Shelf::<()>::new(ROOM).class_bytes(u64::MAX), None);
+    }
+}
