@@ -225,8 +225,9 @@ impl Prepared {
 
 fn asker<'a>(py: Python<'_>, session: &'a Session, facts: &'a Facts) -> PyResult<Asker<'a>> {
     session.check(py)?;
-    if !session.is_host() && session.hooks.is_capturing(py)? {
+    let stream = session.stream(py)?;
+    if session.is_capturing(py, stream)? {
         return Err(errors::capturing(py));
     }
-    Ok(Asker { session, facts, stream: session.stream(py)? })
+    Ok(Asker { session, facts, stream })
 }

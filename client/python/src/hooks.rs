@@ -40,14 +40,6 @@ impl Hooks {
         }
     }
 
-    /// Whether that stream is being captured.
-    pub(crate) fn is_capturing(&self, py: Python<'_>) -> PyResult<bool> {
-        match self.get(py) {
-            Some(hooks) => hooks.call_method0(intern!(py, "capturing"))?.is_truthy(),
-            None => Ok(false),
-        }
-    }
-
     /// The operand in a form that can be used; `None` for a plain client.
     pub(crate) fn normalise<'py>(
         &self,

@@ -198,6 +198,17 @@ impl Session {
         self.hooks.wrap(py, capsule)
     }
 
+    /// Whether the caller's current stream is being captured: waiting for it would end the capture.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub(crate) fn is_capturing(&self, py: Python<'_>, stream: u64) -> PyResult<bool> {
+        let Some(guest) = &self.guest else { return Ok(false) };
+        // SAFETY: as in `synchronise`.
+        let answer = unsafe { guest.is_capturing(stream) };
+        answer.map_err(|error| errors::driver(py, &error))
+    }
+
     /// Waits for what the caller queued on its current stream, which may write what a copy reads. Nothing on the host.
     ///
     /// # Errors

@@ -10,8 +10,6 @@ class Hooks(Protocol):
         """A tensor over the memory of a DLPack capsule."""
     def stream(self) -> int:
         """The raw handle of the current stream of the session's device."""
-    def capturing(self) -> bool:
-        """Whether that stream is being captured."""
     def normalise(self, role: str, tensor: Any, dtype: str) -> Any:
         """The operand ("indices", "flags", "packed") contiguous, aligned, and of that dtype."""
     def stage(self, into: Any, tensor: Any) -> None:

@@ -475,6 +475,21 @@ impl Current<'_> {
         self.check("cuStreamSynchronize", status)
     }
 
+    /// Whether work on the stream becomes part of a graph. A legacy default stream counts as captured while any stream that it
+    /// would wait for is.
+    ///
+    /// # Safety
+    /// The stream lives, or is 0.
+    pub(super) unsafe fn is_capturing(self, stream: Stream) -> Result<bool> {
+        let mut capture = 0;
+        // SAFETY: the caller's own promise, and a live local.
+        let status = unsafe { (self.functions().stream_is_capturing)(stream, &raw mut capture) };
+        if status == status::STREAM_CAPTURE_IMPLICIT {
+            return Ok(true);
+        }
+        self.check("cuStreamIsCapturing", status).map(|()| capture != 0)
+    }
+
     /// Waits until everything on every stream of this process's context is done.
     pub(super) fn settle_context(self) -> Result<()> {
         // SAFETY: no condition.

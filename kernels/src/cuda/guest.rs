@@ -64,6 +64,21 @@ impl CudaGuest {
         self.context.visit(|current| current.settle_context())
     }
 
+    /// Whether one stream is being captured into a graph; 0 is the legacy default stream.
+    ///
+    /// # Safety
+    /// As [`CudaGuest::synchronize`].
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub unsafe fn is_capturing(&self, stream: u64) -> Result<bool, DriverError> {
+        let stream = Stream(usize::try_from(stream).unwrap_or(usize::MAX));
+        self.context.visit(|current| {
+            // SAFETY: the caller's own promise.
+            unsafe { current.is_capturing(stream) }
+        })
+    }
+
     /// Waits until everything is done that was asked on one stream; 0 is the legacy default stream.
     ///
     /// # Safety

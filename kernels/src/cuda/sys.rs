@@ -131,6 +131,7 @@ pub(super) mod status {
     pub(crate) const TENSOR_MEMORY_LEAK: Status = Status(721);
     pub(crate) const MPS_RPC_FAILURE: Status = Status(806);
     pub(crate) const MPS_SERVER_NOT_READY: Status = Status(807);
+    pub(crate) const STREAM_CAPTURE_IMPLICIT: Status = Status(906);
     pub(crate) const MPS_CLIENT_TERMINATED: Status = Status(810);
     pub(crate) const EXTERNAL_DEVICE: Status = Status(911);
 }
@@ -298,6 +299,7 @@ functions! {
     stream_destroy = "cuStreamDestroy_v2"(stream: Stream);
     stream_query = "cuStreamQuery"(stream: Stream);
     stream_synchronize = "cuStreamSynchronize"(stream: Stream);
+    stream_is_capturing = "cuStreamIsCapturing"(stream: Stream, status: *mut c_int);
     stream_write_value_64 = "cuStreamWriteValue64_v2"(stream: Stream, address: DevicePointer, value: u64, flags: c_uint);
 
     module_load_data = "cuModuleLoadData"(module: *mut Module, image: *const c_void);

@@ -106,6 +106,7 @@ functions! {
     cuStreamDestroy_v2: Context;
     cuStreamQuery: Context;
     cuStreamSynchronize: Context;
+    cuStreamIsCapturing: Context;
     cuStreamWriteValue64_v2: Context;
     cuStreamWaitValue64_v2: Context;
     cuModuleLoadData: Context, allocates;

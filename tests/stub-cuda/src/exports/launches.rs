@@ -47,8 +47,18 @@ exported! {
         if idle { Ok(()) } else { Err(CUresult::NOT_READY) }
     };
     cuStreamSynchronize(stream: Opaque) |process| {
-        process.stream(stream)?.wait_idle();
+        // The legacy default stream is never given work here.
+        if stream != 0 {
+            process.stream(stream)?.wait_idle();
+        }
         process.sticky()
+    };
+    cuStreamIsCapturing(stream: Opaque, status: Out<u32>) |process| {
+        if stream != 0 {
+            process.stream(stream)?;
+        }
+        // Nothing begins a capture here.
+        status.put(0)
     };
     cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: Opaque) |process| {
         let (stream, bytes) = (process.stream(stream)?, bytes as u64);

@@ -1,0 +1,559 @@
+#!/usr/bin/env python3
+"""The cases of `statecopy.torch` that need a GPU: run by 'tests/device/run python' where there is one.
+
+usage: python_suite.py --statecopyd PATH --kernels STORE --output FOLDER [--commit ID] [CASE...]
+
+Each group of cases is a process of its own, because torch's allocator is chosen when it starts: the default one, expandable
+segments, cudaMallocAsync. The groups run side by side, each with a daemon of its own. Prints 'ok   NAME  what was seen' or
+'FAIL NAME  why' for each case and 'N ok, N failed' last; the exit code is 0 only when none failed. FOLDER receives
+python.json and the daemons' logs. Needs torch and the wheel, and nothing else.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+ALLOCATORS = {"default": "", "expandable": "expandable_segments:True", "async": "backend:cudaMallocAsync"}
+CASES = {name: [] for name in ALLOCATORS}
+READY_S = 30
+
+
+def case(*allocators):
+    def note(function):
+        for allocator in allocators:
+            CASES[allocator].append(function)
+        return function
+
+    return note
+
+
+class Daemon:
+    def __init__(self, options, name):
+        self.options, self.directory = options, tempfile.mkdtemp(prefix="statecopy-")
+        self.address = f"unix://{self.directory}/run/statecopyd.sock"
+        self.log = open(Path(options.output) / f"{name}.log", "ab")
+        self.start()
+
+    def start(self):
+        environment = dict(os.environ, STATECOPY_ARTIFACT_STORES=self.options.kernels)
+        environment["STATECOPY_ARTIFACT_STORE"] = f"{self.directory}/written"
+        command = [self.options.statecopyd, "serve", "--runtime-dir", f"{self.directory}/run", "--device", "cuda:0"]
+        self.process = subprocess.Popen([*command, "--http-address", "off"], env=environment, stdout=self.log, stderr=self.log)
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait(timeout=20)
+
+
+class Bed:
+    """A daemon, a client, and the oracle."""
+
+    def __init__(self, options, name):
+        import statecopy.torch
+
+        self.options, self.daemon = options, Daemon(options, name)
+        self.client = statecopy.torch.connect(self.daemon.address, device="cuda:0", wait_s=READY_S)
+
+    def cache(self, rows=16, payload=(4, 16, 32), dtype=None, gap=64, offset=0):
+        """A cache with gaps, all of its bytes random, and the whole memory that it lies in."""
+        import torch
+
+        dtype = dtype or torch.float32
+        heads, values, keys = payload
+        page = heads * values * keys + gap
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+        memory = torch.randint(-100, 100, (offset + rows * page,), device="cuda", dtype=bits).view(dtype)
+        strides = (page, values * keys, keys, 1)
+        return memory.as_strided((rows, *payload), strides, offset), memory
+
+    def plan(self, state, max_selected=256, **options):
+        return self.client.register({"layer": state}, max_selected=max_selected, **options)["layer"]
+
+
+def bits(tensor):
+    import torch
+
+    return tensor.contiguous().view(torch.uint8)
+
+
+def gathered(state, indices, flags=None):
+    """What the contract says (Gather)."""
+    import torch
+
+    index = indices.long()
+    valid = (index >= 0) & (index < state.shape[0])
+    packed = state[torch.where(valid, index, 0)].clone()
+    if flags is not None:
+        valid = valid & flags.reshape(-1).ne(0)
+    packed.view(torch.uint8 if packed.dtype.itemsize == 1 else packed.dtype)[~valid] = 0
+    return packed
+
+
+def same(one, other):
+    import torch
+
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(bits(one), bits(other))
+
+
+def indices_of(selected, rows, width):
+    import torch
+
+    indices = torch.randint(0, rows, (selected,), device="cuda", dtype=width)
+    if selected > 4:
+        info = torch.iinfo(width)
+        indices[:4] = torch.tensor([-1, rows, info.min, info.max], device="cuda", dtype=width)
+    return indices
+
+
+@case("default", "expandable")
+def copies_of_every_kind_are_bit_exact(bed):
+    import torch
+
+    done = 0
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn):
+        state, memory = bed.cache(rows=300, dtype=dtype, offset=48)
+        plan = bed.plan(state)
+        for selected in (0, 1, 2, 7, 8, 65, 129, 256):
+            for width in (torch.int32, torch.int64):
+                indices = indices_of(selected, 300, width)
+                for flags in (None, torch.rand(selected, device="cuda") > 0.5, torch.randint(0, 3, (selected, 1), device="cuda")):
+                    assert same(plan.gather(indices, flags), gathered(state, indices, flags)), (dtype, selected, width)
+                    done += 1
+                unique = torch.randperm(300, device="cuda")[:selected].to(width)
+                packed = torch.randint(0, 99, (selected, *state.shape[1:]), device="cuda").to(dtype)
+                wanted = memory.clone()
+                wanted.as_strided(state.shape, state.stride(), 48)[unique.long()] = packed
+                plan.scatter(packed, unique)
+                assert torch.equal(bits(memory), bits(wanted)), ("scatter", dtype, selected, width)
+                done += 1
+    return f"{done} copies of 6 dtypes"
+
+
+@case("default", "expandable")
+def a_cache_of_several_pieces_is_one_region(bed):
+    import torch
+
+    state, _ = bed.cache(rows=64, payload=(12, 128, 128), gap=12 * 128 * 128)
+    plan = bed.plan(state)
+    indices = torch.arange(63, -1, -1, device="cuda", dtype=torch.int32)
+    assert same(plan.gather(indices), gathered(state, indices))
+    return f"{state.shape[0] * state.stride(0) * 4 >> 20} MiB"
+
+
+@case("default")
+def pages_past_four_gib_with_int32_indices(bed):
+    import torch
+
+    page = (4 << 30) // 4 + 1024
+    memory = torch.zeros(3 * page, device="cuda")
+    state = memory.as_strided((3, 2, 8, 8), (page, 64, 8, 1))
+    for row in range(3):
+        state[row] = row + 1
+    plan = bed.plan(state)
+    indices = torch.tensor([2, 0, 1], device="cuda", dtype=torch.int32)
+    assert same(plan.gather(indices), gathered(state, indices))
+    bed.client.release()
+    return "3 rows of 4 GiB"
+
+
+@case("default", "expandable")
+def indices_are_used_where_they_lie(bed):
+    import torch
+
+    state, _ = bed.cache()
+    plan = bed.plan(state)
+    indices = torch.tensor([3, 1, -1, 5], device="cuda", dtype=torch.int32)
+    route = plan.route(indices)
+    assert (route.how, route.address) == ("in_place", indices.data_ptr()), route
+    before = bed.client.counters()
+    wide = torch.arange(16, device="cuda", dtype=torch.int64)
+    strided, unaligned = wide[::2], wide[1:5]
+    assert same(plan.gather(strided), gathered(state, strided))
+    assert same(plan.gather(unaligned), gathered(state, unaligned))
+    after = bed.client.counters()
+    assert after["normalised"] - before["normalised"] == 2, (before, after)
+    assert plan.gather(indices).data_ptr() % 16 == 0
+    return "in place at its own address; 2 of 2 others made contiguous"
+
+
+@case("default")
+def a_copy_sees_what_the_current_stream_was_asked_before(bed):
+    import torch
+
+    state, _ = bed.cache(rows=64)
+    plan = bed.plan(state)
+    stream = torch.cuda.Stream()
+    for turn in range(100):
+        indices = torch.zeros(8, device="cuda", dtype=torch.int32)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000)
+            state[turn % 64] = turn
+            indices.fill_(turn % 64)
+            packed = plan.gather(indices)
+            assert bool((packed == turn).all()), turn
+    return "100 turns behind a slow kernel"
+
+
+@case("default")
+def a_buffer_is_not_written_while_another_stream_reads_it(bed):
+    import torch
+
+    state, _ = bed.cache(rows=2, payload=(12, 128, 128))
+    state[0], state[1] = 1, 2
+    plan = bed.plan(state)
+    ones, twos = (torch.full((8,), row, device="cuda", dtype=torch.int32) for row in (0, 1))
+    one, other = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(20):
+        with torch.cuda.stream(one):
+            packed = plan.gather(ones)
+            torch.cuda._sleep(2_000_000)
+            read = packed.sum()
+            wanted = packed.numel()
+            del packed
+        with torch.cuda.stream(other):
+            again = plan.gather(twos)
+        torch.cuda.synchronize()
+        assert float(read) == wanted and bool((again == 2).all())
+    return "20 turns"
+
+
+@case("default")
+def results_go_back_to_the_pool_with_their_last_view(bed):
+    import torch
+
+    state, _ = bed.cache()
+    plan = bed.plan(state)
+    indices = torch.arange(8, device="cuda", dtype=torch.int32)
+    view = plan.gather(indices)[3:4]
+    held = bed.client.counters()["pool_bytes_in_use"]
+    assert same(view, state[3:4].contiguous())
+    del view
+    assert bed.client.counters()["pool_bytes_in_use"] < held
+    before, free = bed.client.counters(), torch.cuda.mem_get_info()[0]
+    for _ in range(5000):
+        plan.gather(indices)
+    after = bed.client.counters()
+    assert after["pool_misses"] == before["pool_misses"] and after["pool_bytes"] == before["pool_bytes"], (before, after)
+    assert torch.cuda.mem_get_info()[0] == free
+    return f"{after['pool_hits']} hits, {after['pool_misses']} misses"
+
+
+@case("default", "expandable")
+def memory_that_came_back_at_an_address_is_known_for_another(bed):
+    import torch
+
+    state, memory = bed.cache(rows=16, payload=(8, 64, 64))
+    plan = bed.plan(state)
+    indices, addresses, again = torch.arange(8, device="cuda", dtype=torch.int32), set(), 0
+    for turn in range(12):
+        packed = torch.full((8, 8, 64, 64 * (1 + turn % 2)), float(turn), device="cuda")[..., :64].contiguous()
+        again += packed.data_ptr() in addresses
+        addresses.add(packed.data_ptr())
+        plan.scatter(packed, indices)
+        assert bool((state[:8] == turn).all()), turn
+        del packed
+        torch.cuda.empty_cache()
+    counters = bed.client.counters()
+    return f"{again} of 12 at an address seen before; {counters['regions_registered']} registered, {counters['regions_dropped']} dropped"
+
+
+@case("default", "expandable")
+def after_freeze_new_memory_is_copied_once(bed):
+    import torch
+    import statecopy.torch
+
+    state, _ = bed.cache()
+    with statecopy.torch.connect(bed.daemon.address, device="cuda:0") as client:
+        plan = client.register({"layer": state}, max_selected=16)["layer"]
+        client.freeze()
+        torch.cuda.empty_cache()
+        packed = torch.full((8, *state.shape[1:]), 5.0, device="cuda")
+        big = torch.zeros(32 << 20, device="cuda", dtype=torch.int32)
+        indices = big[:8].copy_(torch.arange(8, device="cuda"))
+        plan.scatter(packed, indices)
+        assert bool((state[:8] == 5).all())
+        assert same(plan.gather(indices), gathered(state, indices))
+        counters = client.counters()
+        assert counters["operands_copied"] >= 2, counters
+        return f"{counters['operands_copied']} operands copied"
+
+
+@case("default")
+def a_final_state_of_another_type_is_converted(bed):
+    import torch
+
+    state, _ = bed.cache(dtype=torch.bfloat16)
+    plan = bed.plan(state)
+    indices = torch.arange(4, device="cuda", dtype=torch.int64)
+    final = torch.randn(4, *reversed(state.shape[1:]), device="cuda").permute(0, 3, 2, 1)
+    plan.scatter(final, indices)
+    assert same(state[:4].contiguous(), final.to(torch.bfloat16).contiguous())
+    return "float32 and transposed to bfloat16"
+
+
+@case("default")
+def a_host_completed_copy_is_refused_while_a_graph_is_captured(bed):
+    import statecopy
+    import torch
+
+    state, _ = bed.cache()
+    plan = bed.plan(state)
+    indices = torch.arange(4, device="cuda", dtype=torch.int32)
+    one = torch.ones(4, device="cuda")
+    graph, said = torch.cuda.CUDAGraph(), ""
+    with torch.cuda.graph(graph):
+        one.add_(1)
+        try:
+            plan.gather(indices)
+        except statecopy.Error as error:
+            said = str(error)
+    assert "captured" in said, said
+    graph.replay()
+    assert float(one[0]) == 2 and same(plan.gather(indices), gathered(state, indices))
+    return "refused; the capture went on"
+
+
+@case("default")
+def compiled_code_copies_by_operators(bed):
+    import statecopy.torch
+    import torch
+
+    state, _ = bed.cache()
+    plan = bed.plan(state)
+
+    def step(state, indices, flags):
+        packed = plan.gather(indices, flags)
+        plan.scatter(packed * 2, indices)
+        return packed
+
+    compiled = torch.compile(step, backend="eager", fullgraph=True, dynamic=True)
+    with statecopy.torch.forward_context({"layer": plan}):
+        for selected in (4, 1, 0, 7):
+            indices = torch.arange(selected, device="cuda", dtype=torch.int32)
+            flags = torch.ones(selected, device="cuda", dtype=torch.bool)
+            state.fill_(3)
+            assert bool((compiled(state, indices, flags) == 3).all())
+            assert bool((state[:selected] == 6).all()) and bool((state[selected:] == 3).all())
+    return "counts 4, 1, 0, 7"
+
+
+@case("default")
+def what_does_not_fit_is_refused_before_anything_moves(bed):
+    import statecopy
+    import torch
+
+    state, memory = bed.cache()
+    plan, before = bed.plan(state, max_selected=8), memory.clone()
+    indices = torch.arange(4, device="cuda", dtype=torch.int32)
+    packed = torch.zeros(4, *state.shape[1:], device="cuda")
+    freed = torch.zeros(4, *state.shape[1:], device="cuda")
+    freed.untyped_storage().resize_(0)
+    wrong = {
+        "indices on the host": lambda: plan.gather(indices.cpu()),
+        "float indices": lambda: plan.gather(indices.float()),
+        "too many rows": lambda: plan.gather(torch.zeros(9, device="cuda", dtype=torch.int32)),
+        "flags of another length": lambda: plan.gather(indices, torch.ones(3, device="cuda")[:0].bool()),
+        "packed on the host": lambda: plan.scatter(packed.cpu(), indices),
+        "packed one row short": lambda: plan.scatter(packed[:3], indices),
+        "packed that was freed": lambda: plan.scatter(freed, indices),
+        "a cache on the host": lambda: bed.client.register({"x": state.cpu()}, max_selected=1),
+    }
+    for name, call in wrong.items():
+        try:
+            call()
+        except statecopy.ArgumentError as error:
+            assert error.about and error.remedy, (name, error)
+        else:
+            raise AssertionError(f"{name} was taken")
+    assert torch.equal(bits(memory), bits(before))
+    return f"{len(wrong)} of {len(wrong)} refused"
+
+
+@case("default", "expandable")
+def sleep_frees_the_memory_and_wake_rebinds(bed):
+    import torch
+
+    rows = 256
+    state, memory = bed.cache(rows=rows, payload=(12, 128, 128))
+    plan = bed.plan(state)
+    torch.cuda.synchronize()
+    held = torch.cuda.mem_get_info()[0]
+    bed.client.release()
+    del state, memory
+    torch.cuda.empty_cache()
+    freed = torch.cuda.mem_get_info()[0] - held
+    assert freed > rows * 12 * 128 * 128 * 4 * 0.9, freed
+    state, memory = bed.cache(rows=rows, payload=(12, 128, 128))
+    plan = bed.plan(state)
+    bed.client.rebind({"layer": state})
+    indices = torch.arange(8, device="cuda", dtype=torch.int32)
+    assert same(plan.gather(indices), gathered(state, indices))
+    return f"{freed >> 20} MiB came back"
+
+
+@case("default")
+def a_killed_daemon_is_gone_loudly_and_the_next_one_is_found(bed):
+    import statecopy
+    import statecopy.torch
+    import torch
+
+    daemon = Daemon(bed.options, "killed")
+    state, _ = bed.cache()
+    client = statecopy.torch.connect(daemon.address, device="cuda:0", wait_s=READY_S, timeout_s=3)
+    local = statecopy.torch.connect(daemon.address, device="cuda:0", on_unavailable="local", timeout_s=3)
+    plan = client.register({"layer": state}, max_selected=8)["layer"]
+    other = local.register({"layer": state}, max_selected=8)["layer"]
+    indices = torch.tensor([3, -1, 5], device="cuda", dtype=torch.int32)
+    assert same(plan.gather(indices), gathered(state, indices))
+    daemon.kill()
+    assert same(other.gather(indices), gathered(state, indices))
+    assert local.counters()["local_gathers"] == 1
+    try:
+        plan.gather(indices, timeout_s=1)
+    except statecopy.Unavailable:
+        pass
+    else:
+        raise AssertionError("a killed daemon answered")
+    daemon.start()
+    started = time.monotonic()
+    while True:
+        with contextlib.suppress(statecopy.Error):
+            assert same(plan.gather(indices), gathered(state, indices))
+            break
+        assert time.monotonic() - started < READY_S
+    took = time.monotonic() - started
+    client.close()
+    local.close()
+    daemon.stop()
+    return f"back {took:.1f} s after the start of the next"
+
+
+@case("default")
+def layers_of_an_engine_get_their_plans(bed):
+    import torch
+    from statecopy import vllm
+
+    class Layer:
+        _requires_kda_state_copy = True
+
+    layers = {f"model.layers.{at}": Layer() for at in range(3)}
+    for layer in layers.values():
+        state, _ = bed.cache(gap=0)
+        layer.kv_cache = (torch.zeros(1, device="cuda"), state)
+    with contextlib.closing(vllm.initialize_state_copy(layers, 8, address=bed.daemon.address, device="cuda:0")):
+        indices = torch.tensor([2, 0], device="cuda", dtype=torch.int32)
+        flags = torch.tensor([True, False], device="cuda")
+        for layer in layers.values():
+            state = layer.kv_cache[1]
+            packed = layer._ascend_kda_state_copy.gather(state, indices, flags)
+            assert same(packed, gathered(state, indices, flags))
+            layer._ascend_kda_state_copy.scatter(state, packed, indices)
+    return "3 layers"
+
+
+@case("default")
+def a_prefill_through_the_daemon_equals_one_without(bed):
+    example = bed.options.example
+    results = []
+    for extra in ([], ["--plain"]):
+        environment = dict(os.environ, STATECOPY_ADDR=bed.daemon.address)
+        command = [sys.executable, example, "--device", "cuda", "--json", *extra]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+        assert done.returncode == 0, done.stderr[-800:]
+        results.append(json.loads(done.stdout))
+    ours, plain = results
+    assert ours["sha256"] == plain["sha256"], (ours, plain)
+    return "output and cache equal, bit for bit"
+
+
+@case("async")
+def memory_of_a_stream_ordered_pool_is_refused_by_name(bed):
+    import statecopy
+    import torch
+
+    state = torch.zeros(8, 1, 8, 8, device="cuda")
+    try:
+        bed.plan(state)
+    except statecopy.HandleError as error:
+        assert error.code == "HANDLE_UNSUPPORTED" and "cudaMallocAsync" in str(error), error
+        return str(error)[:100]
+    raise AssertionError("it was registered")
+
+
+def run_group(options):
+    bed, verdicts = Bed(options, options.group), []
+    for function in CASES[options.group]:
+        name = f"{options.group}::{function.__name__}"
+        if options.cases and not any(part in name for part in options.cases):
+            continue
+        started = time.monotonic()
+        try:
+            seen, ok = function(bed), True
+        except Exception:
+            seen, ok = traceback.format_exc(), False
+        verdicts.append({"case": name, "ok": ok, "seen": seen, "seconds": round(time.monotonic() - started, 2)})
+        Path(options.output, f"{options.group}.verdicts").write_text(json.dumps(verdicts))
+    bed.client.close()
+    bed.daemon.stop()
+
+
+def start_group(options, group):
+    environment = dict(os.environ, PYTORCH_CUDA_ALLOC_CONF=ALLOCATORS[group])
+    if not ALLOCATORS[group]:
+        del environment["PYTORCH_CUDA_ALLOC_CONF"]
+    command = [sys.executable, __file__, "--group", group, *sys.argv[1:]]
+    return subprocess.Popen(command, env=environment)
+
+
+def verdicts_of(options, groups):
+    verdicts = []
+    for group, process in groups.items():
+        code = process.wait()
+        file = Path(options.output, f"{group}.verdicts")
+        verdicts += json.loads(file.read_text()) if file.exists() else []
+        file.unlink(missing_ok=True)
+        if code:
+            verdicts.append({"case": f"{group}::ends", "ok": False, "seen": f"exit code {code}", "seconds": 0})
+    return verdicts
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--statecopyd", required=True)
+    parser.add_argument("--kernels", required=True)
+    parser.add_argument("--example", required=True, help="client/python/examples/prefill.py")
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--group", choices=ALLOCATORS, help=argparse.SUPPRESS)
+    parser.add_argument("cases", nargs="*", metavar="CASE")
+    options = parser.parse_args()
+    Path(options.output).mkdir(parents=True, exist_ok=True)
+    if options.group:
+        return run_group(options)
+    verdicts = verdicts_of(options, {group: start_group(options, group) for group in ALLOCATORS})
+    for verdict in verdicts:
+        seen = verdict["seen"] if verdict["ok"] else "\n" + verdict["seen"]
+        print(f"{'ok  ' if verdict['ok'] else 'FAIL'} {verdict['case']}  {seen} ({verdict['seconds']} s)")
+    failed = sum(not verdict["ok"] for verdict in verdicts)
+    report = {"commit": options.commit, "verdicts": verdicts}
+    Path(options.output, "python.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{len(verdicts) - failed} ok, {failed} failed")
+    return 1 if failed or not verdicts else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
