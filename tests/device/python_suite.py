@@ -398,7 +398,6 @@ def sleep_frees_the_memory_and_wake_rebinds(bed):
     freed = torch.cuda.mem_get_info()[0] - held
     assert freed > rows * 12 * 128 * 128 * 4 * 0.9, freed
     state, memory = bed.cache(rows=rows, payload=(12, 128, 128))
-    plan = bed.plan(state)
     bed.client.rebind({"layer": state})
     indices = torch.arange(8, device="cuda", dtype=torch.int32)
     assert same(plan.gather(indices), gathered(state, indices))

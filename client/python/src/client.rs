@@ -255,11 +255,10 @@ impl Client {
         Ok(())
     }
 
-    /// Withdraws every published layer and gives their memory back to its allocator's care: before sleep.
+    /// Gives the memory of every published layer up, and that of free buffers: before sleep. The layers fall asleep, and a
+    /// rebind wakes them.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         self.session.check(py)?;
-        let released = py.detach(|| self.session.client.release_layers());
-        released.map_err(|error| errors::raise(py, &error))?;
         self.session.keep(py, BTreeMap::new());
         py.detach(|| self.session.pool.trim());
         Ok(())

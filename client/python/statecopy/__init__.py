@@ -118,7 +118,10 @@ class Client:
         self._core.rebind(layers)
 
     def release(self) -> None:
-        """Withdraws every published layer and gives up their memory: before an engine sleeps."""
+        """Gives up the memory of every published layer, and free buffers: before an engine sleeps.
+
+        The layers keep their plans, which answer REGION_UNKNOWN until :meth:`rebind` wakes them.
+        """
         self._core.release()
 
     def trim(self) -> int:
