@@ -165,7 +165,8 @@ async fn open(shared: &Shared, call: &Call) -> Result<Arc<Link>, Failure> {
             told => told?,
         }
     }
-    if let Some(record) = registration {
+    // Layers whose memory was given back sleep: the rebind that wakes them registers them here.
+    if let Some(record) = registration.filter(|record| link.has_memory_of(&record.registration)) {
         let (number, registration) = (record.number, &record.registration);
         let bound = register_layers(&link, call, number, registration, &mut |_| {}).await?;
         link.bind(bound);

@@ -18,8 +18,8 @@ use tokio::runtime::{Builder, Runtime};
 
 use crate::error::Error;
 use crate::{
-    Address, ConnectOptions, Event, Memory, PlannedCopy, Progress, Rebind, Region, Registration,
-    Request, Session, Slice, Use,
+    Address, ConnectOptions, Event, Layer, Memory, PlannedCopy, Progress, Rebind, Region,
+    Registration, Request, Session, Slice, Use,
 };
 
 /// The plans of a registration, by the names that were registered.
@@ -162,6 +162,12 @@ impl Client {
     /// As there.
     pub fn rebind(&self, moves: &[Rebind]) -> Result<(), Error> {
         self.driver.drive(self.client.rebind(moves))
+    }
+
+    /// A layer as it is registered now. See [`crate::Client::layer`].
+    #[must_use]
+    pub fn layer(&self, name: &str) -> Option<Layer> {
+        self.client.layer(name)
     }
 
     /// Withdraws every published layer. See [`crate::Client::release_layers`].

@@ -21,7 +21,7 @@ use crate::memory::Memory;
 use crate::options::ConnectOptions;
 use crate::plan::{Plan, PlanRecord};
 use crate::populate::{payload_pages, populate, whole};
-use crate::records::{RegistrationNumber, RegistrationRecord, Shared};
+use crate::records::{Moves, RegistrationNumber, RegistrationRecord, Shared};
 use crate::region::{Region, RegionRecord, Slice, Source, Use};
 use crate::registration::{Bindings, Layer, Progress, Rebind, Registration};
 
@@ -282,7 +282,7 @@ impl Client {
         }
         loop {
             let link = attempts.link().await?;
-            match rebind_on(&link, &attempts.call, &moves.moved).await {
+            match rebind_on(&link, &attempts.call, &moves).await {
                 Ok(()) => {
                     self.shared.record(&link, |state| state.moved(moves));
                     return Ok(());
@@ -290,6 +290,14 @@ impl Client {
                 Err(failure) => attempts.failed(&link, failure)?,
             }
         }
+    }
+
+    /// A layer as it is registered now, its memory given back or not.
+    #[must_use]
+    pub fn layer(&self, name: &str) -> Option<Layer> {
+        let (_, registration) = self.shared.records();
+        let layers = &registration?.registration;
+        layers.layers.iter().find(|layer| layer.name == name).cloned()
     }
 
     /// Withdraws every published layer of this client. Regions stay.
@@ -432,8 +440,15 @@ impl Client {
     }
 }
 
-async fn rebind_on(link: &Link, call: &Call, moved: &[Layer]) -> Result<(), Failure> {
-    let layers = moved.iter().map(|layer| {
+async fn rebind_on(link: &Arc<Link>, call: &Call, moves: &Moves) -> Result<(), Failure> {
+    let RegistrationRecord { number, registration } = &moves.after;
+    if link.bound(|bound| bound.registration != Some(*number)) {
+        // A session that began while the layers slept.
+        let bound = register_layers(link, call, *number, registration, &mut |_| {}).await?;
+        link.bind(bound);
+        return Ok(());
+    }
+    let layers = moves.moved.iter().map(|layer| {
         let missing = || ArgumentError::NoSuchLayer { name: layer.name.clone() };
         let id = link.bound(|bound| bound.layers.get(&layer.name).map(|binding| binding.id));
         Ok(v1::RebindLayer {

@@ -341,6 +341,13 @@ impl Link {
         })
     }
 
+    /// Whether the memory of all layers is registered in this session.
+    pub(crate) fn has_memory_of(&self, registration: &Registration) -> bool {
+        let tables = lock(&self.tables);
+        let mut keys = registration.layers.iter().map(|layer| layer.region.record.key);
+        keys.all(|key| tables.regions.contains_key(&key))
+    }
+
     pub(crate) fn slice(&self, at: &Slice) -> Result<ResolvedSlice, Refusal> {
         Ok(ResolvedSlice { region: self.region(&at.region)?, offset: at.offset })
     }

@@ -67,7 +67,7 @@ pub(crate) struct RegistrationRecord {
 /// A rebind: the registration after it, and the layers that move.
 #[derive(Debug)]
 pub(crate) struct Moves {
-    after: RegistrationRecord,
+    pub(crate) after: RegistrationRecord,
     pub(crate) moved: Vec<Layer>,
 }
 

@@ -2,13 +2,14 @@
 
 #![expect(clippy::unwrap_used, reason = "a step that fails is a test that fails")]
 
+use std::path::Path;
 use std::thread;
 
 use rustix::process::Signal;
 use statecopy_client::blocking::{Client, Plan};
 use statecopy_client::{
-    Address, ConnectOptions, DataType, Flags, Indices, Layer, Leaves, Memory, RefusalCode, Region,
-    Registration, Request, Strides, Transport, Use,
+    Address, ConnectOptions, DataType, Flags, Indices, Layer, Leaves, Memory, Rebind, RefusalCode,
+    Region, Registration, Request, Strides, Transport, Use,
 };
 use statecopy_tests::{Daemon, DaemonOptions, PATIENCE, runs, send_signal, until};
 
@@ -199,16 +200,43 @@ fn a_client_sees_a_pause_when_the_device_process_dies() {
 fn a_client_registers_with_the_next_daemon_by_itself() {
     let folder = tempfile::tempdir().unwrap();
     let runtime = folder.path().join("run");
-    let mut daemon = DaemonOptions::default().runtime(&runtime).start();
+    let daemon = DaemonOptions::default().runtime(&runtime).start();
     let worker = Worker::new(&daemon);
     worker.serves();
+    let next = replace(daemon, &runtime);
+    worker.serves();
+    assert_eq!(next.inspect().sessions.len(), 1);
+}
+
+#[test]
+fn layers_that_sleep_while_the_daemon_is_replaced_wake_by_a_rebind() {
+    let folder = tempfile::tempdir().unwrap();
+    let runtime = folder.path().join("run");
+    let daemon = DaemonOptions::default().runtime(&runtime).start();
+    let worker = Worker::new(&daemon);
+    let asleep = worker.client.layer("layers.0").unwrap().region;
+    worker.client.release_region(asleep).unwrap();
+    let gather = || Request::new(Indices::Int32(&[5]), worker.packed_region.at(0));
+    let error = worker.plan.gather(gather()).unwrap_err();
+    assert_eq!(error.code(), Some(RefusalCode::RegionUnknown), "{error}");
+
+    let next = replace(daemon, &runtime);
+    let error = worker.plan.gather(gather()).unwrap_err();
+    assert_eq!(error.leaves(), Leaves::NothingMoved, "{error}");
+    let region = worker.client.register_region(&worker.cache, Use::Cache).unwrap();
+    let wake = Rebind { layer: "layers.0".to_owned(), region, offset_bytes: 0 };
+    worker.client.rebind(&[wake]).unwrap();
+    worker.serves();
+    drop(next);
+}
+
+/// Kills a daemon, and starts the next one in its place.
+fn replace(mut daemon: Daemon, runtime: &Path) -> Daemon {
     let device = daemon.device_process();
     daemon.signal(Signal::KILL);
     daemon.wait();
     until("the device process ends", || !runs(device));
-    let next = DaemonOptions::default().runtime(&runtime).start();
-    worker.serves();
-    assert_eq!(next.inspect().sessions.len(), 1);
+    DaemonOptions::default().runtime(runtime).start()
 }
 
 #[test]
