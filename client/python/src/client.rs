@@ -145,6 +145,22 @@ impl Client {
         Ok(Cache { name, tensor: tensor.clone().unbind(), layer })
     }
 
+    /// Only the memory of a layer may move: its layout is what the plan was made for.
+    fn check_layout(&self, py: Python<'_>, cache: &Cache) -> PyResult<()> {
+        let Some(registered) = self.session.client.layer(&cache.name) else { return Ok(()) };
+        let layout = |layer: &Layer| (layer.dtype, layer.shape, layer.strides());
+        let (found, wanted) = (layout(&cache.layer), layout(&registered));
+        if found == wanted {
+            return Ok(());
+        }
+        let message = format!(
+            "a cache of dtype {}, shape {:?} and strides {:?} was given; the layer was registered with {}, {:?} and {:?}",
+            found.0, found.1, found.2, wanted.0, wanted.1, wanted.2
+        );
+        let code = Some(RefusalCode::SignatureMismatch);
+        Err(errors::argument(py, &cache.name, code, &message))
+    }
+
     fn place(&self, py: Python<'_>, name: &str, view: &View, item_bytes: u64) -> PyResult<Slice> {
         let placed = self.session.place_cache(py, view.address, view.span_bytes(item_bytes))?;
         placed.ok_or_else(|| {
@@ -242,6 +258,9 @@ impl Client {
         let session = &self.session;
         session.check(py)?;
         let caches = self.caches(layers, 1, false)?;
+        for cache in &caches {
+            self.check_layout(py, cache)?;
+        }
         let moves: Vec<Rebind> = caches
             .iter()
             .map(|cache| Rebind {
