@@ -318,15 +318,15 @@ def _positive(text: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     options, parser = parse(arguments)
+    starts_daemon = not options.plain and not os.environ.get("STATECOPY_ADDR")
+    program = _program(options, parser) if starts_daemon else None
     workload = Workload.draw(options)
     outputs, cache = through_plain(workload)
     equal_to_plain = None
     if not options.plain:
         plain = [tensor for of_layer in outputs for tensor in of_layer], cache
         with ExitStack() as stack:
-            address = None
-            if not os.environ.get("STATECOPY_ADDR"):
-                address = stack.enter_context(daemon(_program(options, parser), workload.device))
+            address = None if program is None else stack.enter_context(daemon(program, workload.device))
             outputs, cache = through_daemon(workload, address)
         ours = [tensor for of_layer in outputs for tensor in of_layer], cache
         equal_to_plain = _digest([*plain[0], plain[1]]) == _digest([*ours[0], ours[1]])
@@ -338,6 +338,7 @@ def main(arguments: list[str] | None = None) -> int:
         "device": str(workload.device),
         "lengths": workload.lengths,
         "steps": len(workload.steps),
+        "carried": sum(share.start > 0 for step in workload.steps for share in step) * len(workload.tokens),
         "copies": 2 * len(workload.steps) * len(workload.tokens),
         "outputs_sha256": _digest([tensor for of_layer in outputs for tensor in of_layer]),
         "cache_sha256": _digest([cache]),
@@ -352,7 +353,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _table(report: Mapping[str, object], most: dict[str, float]) -> str:
     lines = [f"sequences of {report['lengths']} tokens in {report['steps']} steps on {report['device']}"]
-    lines.append(f"{report['copies']} copies of states, through {report['path']}")
+    lines.append(
+        f"{report['copies']} copies through {report['path']}, which carried {report['carried']} states from step to step"
+    )
     for name, allowed in most.items():
         found = report[f"difference_from_{name}"]
         lines.append(f"differs from {name:9} by {found:.1e} at most; allowed is {allowed:.0e}")

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from daemon_process import Daemon
 
 import statecopy.vllm
+from daemon_process import Daemon
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from daemon_process import Daemon
 from workers import AttentionLayer, KimiLayer, UpstreamLayer, caches, pages
 
 import statecopy
 import statecopy.torch
 import statecopy.vllm
+from daemon_process import Daemon
 from statecopy.vllm import initialize_state_copy
 
 Initialise = Callable[..., statecopy.vllm.StateCopy]

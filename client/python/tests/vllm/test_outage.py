@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from daemon_process import Daemon
 from workers import KimiLayer, caches, pages
 
 import statecopy
+from daemon_process import Daemon
 from statecopy.vllm import StateCopy, initialize_state_copy
 
 ROWS, TRUE = torch.tensor([3]), torch.tensor([True])
@@ -41,7 +41,7 @@ class Victim:
 
 @pytest.fixture
 def victim(daemon: Daemon) -> Iterator[Victim]:
-    made = Victim(daemon, timeout_s=5.0)
+    made = Victim(daemon, reconnect_s=0.2)
     yield made
     made.handle.close()
 

@@ -9,11 +9,11 @@ from typing import Any
 import page
 import pytest
 import torch
-from daemon_process import Daemon
 from workers import AttentionLayer, KimiLayer, Runner, UpstreamLayer, V1Runner, V2Runner, Worker
 
 import statecopy
 import statecopy.vllm
+from daemon_process import Daemon
 
 RUNNERS = pytest.mark.parametrize("version", ["V1", "V2"])
 

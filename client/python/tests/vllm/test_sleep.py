@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from daemon_process import Daemon, eventually
 from workers import KimiLayer, caches, pages
 
 import statecopy
 import statecopy.vllm
+from daemon_process import Daemon, eventually
 
 Initialise = Callable[..., statecopy.vllm.StateCopy]
 ROWS, TRUE = torch.tensor([3]), torch.tensor([True])
