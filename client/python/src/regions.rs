@@ -25,6 +25,16 @@ impl Regions {
         Self { known: sharing::Regions::new(client), swept: AtomicU64::new(0) }
     }
 
+    /// The place of an operand whose memory is registered already. Waits for nobody.
+    pub(crate) fn known(&self, place: Place, bytes: u64) -> Option<Slice> {
+        // A region may be of memory that went, where other memory is now: that is for the sweep to find out.
+        let may_be_gone = self.swept.load(Ordering::Relaxed) != memory::allocations_gone();
+        if place.device == Device::Host && may_be_gone {
+            return None;
+        }
+        self.known.known(place.address, bytes)
+    }
+
     /// The place of an operand. `None`: its memory cannot be shared, or not now, and is copied instead. The interpreter's lock
     /// is not held.
     ///

@@ -124,6 +124,10 @@ impl Session {
             return Ok(Some(slice));
         }
         let place = Place { device: self.device(), address };
+        // In steady state nobody is waited for, and the interpreter's lock is kept: giving it up may cost a thread its turn.
+        if let Some(slice) = self.regions.known(place, bytes) {
+            return Ok(Some(slice));
+        }
         let placed = py.detach(|| self.regions.slice(place, bytes));
         placed.map_err(|error| errors::raise(py, &error))
     }
@@ -148,7 +152,11 @@ impl Session {
     /// # Errors
     /// CapacityError when the pool is full; what registering it says.
     pub(crate) fn take(&self, py: Python<'_>, bytes: u64, stream: u64) -> PyResult<Arc<Buffer>> {
-        let taken = py.detach(|| self.pool.take(bytes.max(1), stream));
+        let bytes = bytes.max(1);
+        if let Some(buffer) = self.pool.take_free(bytes, stream) {
+            return Ok(Arc::new(buffer));
+        }
+        let taken = py.detach(|| self.pool.take(bytes, stream));
         taken.map(Arc::new).map_err(|error| errors::raise(py, &error))
     }
 

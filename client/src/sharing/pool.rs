@@ -128,10 +128,7 @@ impl Pool {
     /// [`register_region`](Client::register_region) says; DEVICE_NOT_VISIBLE or PREPARE_FAILED from the driver.
     pub fn take(&self, bytes: u64, stream: u64) -> Result<Buffer, Error> {
         let opened = self.inner.open()?;
-        let stream = match opened.source {
-            Source::Host => None,
-            Source::Cuda(_) => Some(stream),
-        };
+        let stream = opened.stream(stream);
         let taken = {
             let mut books = lock(&opened.books);
             let taken = books.shelf.take(bytes, stream);
@@ -145,11 +142,25 @@ impl Pool {
             Some(Taken { value: block, busy_on }) => opened.settle(block, busy_on)?,
             None => self.inner.make(opened, bytes)?,
         };
-        let (address, slice) = (block.address, block.slice.clone());
-        lock(&opened.books).lent.insert(address, block.bytes, slice.clone());
-        let (bytes, pool) = (block.bytes, Arc::downgrade(&self.inner));
-        let discarded = AtomicBool::new(false);
-        Ok(Buffer { block: Some(block), slice, address, bytes, stream, discarded, pool })
+        Ok(self.lend(&mut lock(&opened.books), block, stream))
+    }
+
+    /// The same, where a buffer is free and nothing has to be waited for: no daemon and no driver is asked.
+    #[must_use]
+    pub fn take_free(&self, bytes: u64, stream: u64) -> Option<Buffer> {
+        let opened = self.inner.opened.get()?;
+        let stream = opened.stream(stream);
+        let mut books = lock(&opened.books);
+        let block = books.shelf.take_settled(bytes, stream)?;
+        books.hits += 1;
+        Some(self.lend(&mut books, block, stream))
+    }
+
+    fn lend(&self, books: &mut Books, block: Block, stream: Option<u64>) -> Buffer {
+        let (address, bytes, slice) = (block.address, block.bytes, block.slice.clone());
+        books.lent.insert(address, bytes, slice.clone());
+        let (pool, discarded) = (Arc::downgrade(&self.inner), AtomicBool::new(false));
+        Buffer { block: Some(block), slice, address, bytes, stream, discarded, pool }
     }
 
     /// Where in a registered region these bytes lie, when they are of a buffer that is lent.
@@ -279,6 +290,14 @@ impl Inner {
 }
 
 impl Opened {
+    /// The stream of a request; the host has none.
+    fn stream(&self, stream: u64) -> Option<u64> {
+        match self.source {
+            Source::Host => None,
+            Source::Cuda(_) => Some(stream),
+        }
+    }
+
     /// A buffer that nothing which this process asked of the device reaches any more.
     fn settle(&self, block: Block, busy_on: Option<u64>) -> Result<Block, Error> {
         let Source::Cuda(guest) = &self.source else { return Ok(block) };

@@ -75,8 +75,20 @@ impl<T> Shelf<T> {
             .checked_next_multiple_of(unit)
     }
 
+    /// The same as [`Shelf::take`], of those that no other stream may still reach.
+    pub(super) fn take_settled(&mut self, bytes: u64, stream: Option<u64>) -> Option<T> {
+        let (place, busy_on) = self.best(bytes, stream)?;
+        busy_on.is_none().then(|| self.lend(place))
+    }
+
     /// A free buffer of so many bytes and at most twice as many, or of the smallest there are.
     pub(super) fn take(&mut self, bytes: u64, stream: Option<u64>) -> Option<Taken<T>> {
+        let (place, busy_on) = self.best(bytes, stream)?;
+        Some(Taken { value: self.lend(place), busy_on })
+    }
+
+    /// The place of the free buffer that fits best, and the other stream that may still reach it.
+    fn best(&self, bytes: u64, stream: Option<u64>) -> Option<(usize, Option<u64>)> {
         let most = bytes.saturating_mul(2).max(self.room.unit_bytes);
         let is_busy = |free: &Free<T>| free.stream.is_some() && free.stream != stream;
         // Among equals the one that came back last: it is the one that caches know.
@@ -84,14 +96,16 @@ impl<T> Shelf<T> {
         let best = fits
             .filter(|(_, free)| (bytes..=most).contains(&free.bytes))
             .min_by_key(|(_, free)| (is_busy(free), free.bytes))?;
-        let place = best.0;
-        let free = self.free.remove(place);
-        let busy_on = free.stream.filter(|_| is_busy(&free));
-        let Free { bytes, value, .. } = free;
+        let (place, free) = best;
+        Some((place, free.stream.filter(|_| is_busy(free))))
+    }
+
+    fn lend(&mut self, place: usize) -> T {
+        let Free { bytes, value, .. } = self.free.remove(place);
         self.free_bytes -= bytes;
         self.lent_bytes += bytes;
         self.lent += 1;
-        Some(Taken { value, busy_on })
+        value
     }
 
     /// Makes room for a new buffer and counts it as lent. What is given up for it comes out.
