@@ -354,7 +354,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _table(report: Mapping[str, object], most: dict[str, float]) -> str:
     lines = [f"sequences of {report['lengths']} tokens in {report['steps']} steps on {report['device']}"]
     lines.append(
-        f"{report['copies']} copies through {report['path']}, which carried {report['carried']} states from step to step"
+        f"{report['copies']} copies through {report['path']}; {report['carried']} states carried to a later step"
     )
     for name, allowed in most.items():
         found = report[f"difference_from_{name}"]

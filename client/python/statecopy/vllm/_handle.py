@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import statecopy.torch
-from statecopy.errors import ArgumentError, ClosedError, Unavailable
+from statecopy.errors import ArgumentError, ClosedError, Error
 from statecopy.vllm._attached import LayerStateCopy
 from statecopy.vllm._layers import PLAN_ATTRIBUTE, Layer, Predicate, find
 
@@ -104,9 +104,9 @@ class StateCopy:
                 self._client.close()
             else:
                 self._client.release()
-        except (Unavailable, ClosedError) as gone:
-            # With the daemon, or the caller's client, went what it held.
-            _log.info("nothing was left to give back: %s", gone)
+        except Error as failed:
+            # The layers are detached, whatever became of the daemon or of the caller's client.
+            _log.warning("what a closed state copy held was not given back in order: %s", failed)
 
     def why_not_ready(self) -> str:
         """Why a copy is refused, as a clause."""
