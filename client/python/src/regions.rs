@@ -81,6 +81,11 @@ impl Regions {
         self.known.trim()
     }
 
+    /// Lets go of all memory: the client is closed.
+    pub(crate) fn close(&self) {
+        self.known.close();
+    }
+
     pub(crate) fn counters(&self) -> RegionCounters {
         self.known.counters()
     }

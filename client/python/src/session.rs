@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use pyo3::prelude::*;
 use statecopy_client::blocking::Client;
 use statecopy_client::sharing::{Buffer, Pool};
-use statecopy_client::{DataType, Region, Slice};
+use statecopy_client::{DataType, Error, Region, Slice};
 use statecopy_kernels::cuda::CudaGuest;
 
 use crate::bytes;
@@ -269,10 +269,15 @@ impl Session {
         let closed = py.detach(|| {
             let closed = self.client.clone().close();
             self.pool.close();
+            self.regions.close();
             closed
         });
         drop(before);
-        closed.map_err(|error| errors::raise(py, &error))
+        match closed {
+            // A session does not outlive its daemon.
+            Ok(()) | Err(Error::Unavailable { .. }) => Ok(()),
+            Err(error) => Err(errors::raise(py, &error)),
+        }
     }
 }
 

@@ -300,6 +300,12 @@ impl Regions {
         bytes
     }
 
+    /// For a client that is closed: lets go of all memory.
+    pub fn close(&self) {
+        // The regions went with the session.
+        let _gone = lock(&self.table).drop_where(|_| true);
+    }
+
     /// What it registered.
     #[must_use]
     pub fn counters(&self) -> RegionCounters {
