@@ -281,6 +281,15 @@ impl Session {
     }
 }
 
+impl Drop for Session {
+    fn drop(&mut self) {
+        if self.is_foreign() {
+            // A child that let go of the client would end the parent's connections, which the two share.
+            mem::forget((self.client.clone(), self.pool.clone(), self.guest.clone()));
+        }
+    }
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

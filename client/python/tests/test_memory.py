@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import statecopy
+from daemon_process import PATIENCE_S
 
 if TYPE_CHECKING:
     from daemon_process import Daemon
@@ -311,3 +312,24 @@ class TestFork:
         del packed
         gc.collect()
         assert client.counters()["pool_bytes_in_use"] == 0
+
+    def test_a_child_that_lets_go_of_the_client_leaves_the_parent_its_session(self, daemon: Daemon) -> None:
+        client = statecopy.connect(daemon.address, timeout_s=PATIENCE_S)
+        _rows, plan = gathering(client)
+        session = client.info()
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with pytest.raises(statecopy.ForkedError):
+                    client.ping()
+                del client, plan
+                gc.collect()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        client.ping()
+        assert np.asarray(plan.gather([3]))[0, 0, 0, 0] == 3
+        assert client.info() == session
+        client.close()
