@@ -32,6 +32,19 @@ impl Hooks {
         }
     }
 
+    /// The tensor's bytes as elements of another type of that size; the tensor itself for a plain client.
+    pub(crate) fn view<'py>(
+        &self,
+        tensor: &Bound<'py, PyAny>,
+        dtype: &str,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let py = tensor.py();
+        match self.get(py) {
+            Some(hooks) => hooks.call_method1(intern!(py, "view"), (tensor, dtype)),
+            None => Ok(tensor.clone()),
+        }
+    }
+
     /// The raw handle of the stream that the caller's work is queued on: the legacy default stream for a plain client.
     pub(crate) fn stream(&self, py: Python<'_>) -> PyResult<u64> {
         match self.get(py) {

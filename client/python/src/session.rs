@@ -202,8 +202,14 @@ impl Session {
             return Ok(Bound::new(py, Tensor::dense(owner, place, dtype, shape))?.into_any());
         }
         let strides = dense_strides(shape).unwrap_or_default();
-        let capsule = export::capsule(py, owner, place, dtype, shape, &strides, false)?;
-        self.hooks.wrap(py, capsule)
+        // Tensor libraries take no float8 by DLPack yet.
+        let carried = match dtype {
+            DataType::Float8E4M3 | DataType::Float8E5M2 => DataType::UInt8,
+            other => other,
+        };
+        let capsule = export::capsule(py, owner, place, carried, shape, &strides, false)?;
+        let tensor = self.hooks.wrap(py, capsule)?;
+        if carried == dtype { Ok(tensor) } else { self.hooks.view(&tensor, dtype.label()) }
     }
 
     /// Whether the caller's current stream is being captured: waiting for it would end the capture.

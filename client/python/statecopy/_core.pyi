@@ -8,6 +8,8 @@ class Hooks(Protocol):
 
     def wrap(self, capsule: Any) -> Any:
         """A tensor over the memory of a DLPack capsule."""
+    def view(self, tensor: Any, dtype: str) -> Any:
+        """The tensor's bytes as elements of another type of that size."""
     def stream(self) -> int:
         """The raw handle of the current stream of the session's device."""
     def normalise(self, role: str, tensor: Any, dtype: str) -> Any:

@@ -55,7 +55,8 @@ pub(super) fn view(tensor: &Bound<'_, PyAny>, argument: &str) -> PyResult<View> 
         .call_method0(intern!(py, "data_ptr"))
         .and_then(|found| found.extract())
         .map_err(|_| no_memory(tensor, argument, "has no memory that could be read"))?;
-    if address == 0 && !shape.contains(&0) {
+    let is_here = matches!(whose, Whose::Of(_));
+    if is_here && address == 0 && !shape.contains(&0) {
         return Err(no_memory(tensor, argument, "has no memory any more: its storage was freed"));
     }
     let element = element(tensor)?;
