@@ -1,7 +1,7 @@
 """What a copy's tensors must be, told from their metadata alone: no pointer and no value is read.
 
-The same rules serve fake tensors while a model is traced, where sizes are symbols, and the local copy. The daemon checks
-its requests itself (contract: Cache, Both).
+The same rules serve fake tensors while a model is traced, where sizes are symbols, and the local copy. The daemon
+checks its requests itself (contract: Cache, Both).
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ def check_indices(state: torch.Tensor, indices: torch.Tensor) -> None:
 def check_flags(state: torch.Tensor, indices: torch.Tensor, flags: torch.Tensor) -> None:
     """An integer or bool each, as many as indices, on the state's device."""
     numeric = flags.dtype.is_floating_point or flags.dtype.is_complex
-    _require(
-        not numeric, "FLAGS_MISMATCH", "flags", f"flags is {flags.dtype}; it must be of an integer or bool type"
-    )
+    _require(not numeric, "FLAGS_MISMATCH", "flags", f"flags is {flags.dtype}; it must be of an integer or bool type")
     _require(
         flags.numel() == indices.shape[0],
         "FLAGS_MISMATCH",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,9 +13,9 @@ from statecopy.errors import ArgumentError
 from statecopy.torch import device as devices
 from statecopy.torch.fallback import Fallback
 from statecopy.torch.hooks import Hooks
+from statecopy.torch.local_plan import LocalBindingSet, LocalPlan
 from statecopy.torch.operators import define
 from statecopy.torch.plan import BindingSet, Plan
-from statecopy.torch.local_plan import LocalBindingSet, LocalPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +25,7 @@ OnUnavailable = Literal["raise", "local"]
 
 
 def connect(
-    address: str | None = None,
+    address: str | os.PathLike[str] | None = None,
     *,
     device: torch.device | str | int | None = None,
     on_unavailable: OnUnavailable = "raise",
@@ -34,10 +35,11 @@ def connect(
 ) -> Client:
     """Opens a session with the daemon at ``address``, or at STATECOPY_ADDR, for the device of the worker's tensors.
 
-    ``device`` is torch's name of it (``"cuda:0"``), its index among this process's CUDA devices, or a UUID; None for the
-    daemon's only device. ``on_unavailable="local"`` copies in this process while the daemon is away, loud in the log and in
-    :meth:`Client.counters`; the daemon must be there to connect and to register. ``debug`` has repeated destinations of a
-    scatter refused (ROW_INVALID), at the price of a check in each request. ``options`` are those of ``statecopy.connect``.
+    ``device`` is torch's name of it (``"cuda:0"``), its index among this process's CUDA devices, or a UUID; None for
+    the daemon's only device. ``on_unavailable="local"`` copies in this process while the daemon is away, loud in the
+    log and in :meth:`Client.counters`; the daemon must be there to connect and to register. ``debug`` has repeated
+    destinations of a scatter refused (ROW_INVALID), at the price of a check in each request. ``options`` are those of
+    ``statecopy.connect``.
 
     Raises ``statecopy.Unavailable`` when there is no daemon in time, and the daemon's refusals.
     """
@@ -52,7 +54,8 @@ def connect(
     if on_unavailable == "local":
         # An absent daemon is asked for once, not for as long as a call may take.
         options.setdefault("reconnect_s", 0.0)
-    core = _core.connect(address, device=uuid, timeout_s=timeout_s, hooks=hooks, **options)
+    where = None if address is None else os.fspath(address)
+    core = _core.connect(where, device=uuid, timeout_s=timeout_s, hooks=hooks, **options)
     fallback = Fallback(core, timeout_s) if on_unavailable == "local" else None
     return Client(core, hooks, fallback, debug=debug)
 
@@ -80,7 +83,7 @@ class Plans(Mapping[str, Plan]):
 class Client:
     """One session. It ends with :meth:`close`, or with the ``with`` statement."""
 
-    def __init__(self, core: Any, hooks: Hooks, fallback: Fallback | None, *, debug: bool) -> None:
+    def __init__(self, core: _core.Client, hooks: Hooks, fallback: Fallback | None, *, debug: bool) -> None:
         self._core = core
         self._hooks = hooks
         self._fallback = fallback
@@ -95,13 +98,14 @@ class Client:
         sets: Mapping[str, Sequence[str]] | None = None,
         check_unique: bool | None = None,
         layers: bool = True,
-        progress: Callable[..., object] | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
     ) -> Plans:
-        """Prepares, seals and publishes the states ``[N, H, V, K]``, all or none, and replaces what was published before.
+        """Prepares, seals and publishes the states ``[N, H, V, K]``, all or none, in place of those of before.
 
-        ``sets`` names layers of one signature that are copied by one request. ``check_unique`` is the client's ``debug``
-        where it is None. ``layers=False`` gives plans for eager calls and graphs, whose names are not layers of a forward
-        context: compiling them raises.
+        The tensors are kept until the next registration, :meth:`release` or :meth:`close`. ``sets`` names layers of one
+        signature that are copied by one request. ``check_unique`` is the client's ``debug`` where it is None.
+        ``layers=False`` gives plans for eager calls and graphs, whose names are not layers of a forward context:
+        compiling them raises. ``progress(stage, done, total)`` hears how far it is.
 
         Raises ``statecopy.Error``, which names the layer; then nothing is published.
         """
@@ -112,13 +116,8 @@ class Client:
         unique = self.debug if check_unique is None else check_unique
         # As late as can be, so that a model's own definition of the names comes first.
         define("vllm")
-        found = self._core.register(
-            states,
-            max_selected=max_selected,
-            sets=sets,
-            check_unique=unique,
-            progress=progress,
-        )
+        of_sets = {name: list(members) for name, members in (sets or {}).items()}
+        found, found_sets = self._core._register(states, max_selected, of_sets, unique, progress)
         fallback = self._fallback
         plans: dict[str, Plan] = {}
         for name, state in states.items():
@@ -130,10 +129,14 @@ class Client:
                 else LocalPlan(core, state, layer, fallback, check_unique=unique)
             )
         made: dict[str, BindingSet] = {}
-        for name, members in (sets or {}).items():
+        for name, members in of_sets.items():
             of = tuple(plans[member] for member in members)
-            core = found.sets[name]
-            made[name] = BindingSet(core, of) if fallback is None else LocalBindingSet(core, of, fallback, check_unique=unique)
+            of_daemon = found_sets[name]
+            made[name] = (
+                BindingSet(of_daemon, of)
+                if fallback is None
+                else LocalBindingSet(of_daemon, of, fallback, check_unique=unique)
+            )
         self._plans = plans
         return Plans(plans, made)
 
@@ -155,27 +158,36 @@ class Client:
             plan._bind(None)
 
     def trim(self) -> int:
-        """Gives back pooled buffers that nobody holds and memory that was registered at first sight: how many bytes. Call it
-        where ``torch.cuda.empty_cache`` is called."""
+        """Gives up shared regions and pooled buffers that nothing uses: how many bytes.
+
+        Call it where ``torch.cuda.empty_cache`` is called.
+        """
         return int(self._core.trim())
 
     def freeze(self) -> None:
-        """Registers nothing at first sight from now on: what is not known is copied into a pooled buffer. Before capture."""
+        """From now on memory that is new to the client is copied into a pooled buffer instead of being registered."""
         self._core.freeze()
 
     def counters(self) -> dict[str, int]:
-        """What this client did since it connected; ``local_gathers``, ``local_scatters`` and ``outages`` of its fallback."""
+        """What this client did and holds, in numbers.
+
+        ``local_gathers``, ``local_scatters`` and ``outages`` are those of its fallback.
+        """
         local = {"local_gathers": 0, "local_scatters": 0, "outages": 0}
         return {**self._core.counters(), **(local if self._fallback is None else self._fallback.counters())}
 
-    def ping(self) -> Any:
-        """Asks whether the daemon lives."""
-        return self._core.ping()
+    def ping(self) -> None:
+        """Returns once the daemon has answered."""
+        self._core.ping()
 
-    def inspect(self) -> dict[str, Any]:
-        """Everything that ``statecopy status`` shows."""
-        found: dict[str, Any] = self._core.inspect()
-        return found
+    def info(self) -> dict[str, Any] | None:
+        """What was agreed on with the daemon; None while there is no session."""
+        return self._core.info()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or belongs to the parent of this process."""
+        return self._core.closed
 
     def close(self) -> None:
         """Ends the session and gives back everything that it owned."""

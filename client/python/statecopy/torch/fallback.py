@@ -3,8 +3,8 @@
     served --UNAVAILABLE, and nothing may run any more--> away --a call is answered--> served
 
 Only UNAVAILABLE leads away, never a refusal, and only once no copy that was accepted can still move bytes: each was
-answered, or its executor is known dead. A daemon that drains is waited for, until it is away or another one serves. While it
-is away one call in a while asks for it; the others do not.
+answered, or its executor is known dead. A daemon that drains is waited for, until it is away or another one serves.
+While it is away one call in a while asks for it; the others do not.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from statecopy.errors import Error, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeVar
+
+    from statecopy import _core
 
     Result = TypeVar("Result")
 
@@ -34,7 +36,7 @@ DRAIN_STEP_S = 0.02
 class Fallback:
     """The fallback of one client: whether its daemon is away, since when, and how often it was done without."""
 
-    def __init__(self, core: Any, timeout_s: float) -> None:
+    def __init__(self, core: _core.Client, timeout_s: float) -> None:
         self._core = core
         self._timeout_s = timeout_s
         self._changing = threading.Lock()
@@ -44,9 +46,10 @@ class Fallback:
         self._counters = {"local_gathers": 0, "local_scatters": 0, "outages": 0}
 
     def run(self, counter: str, ask: Callable[[], Result], local: Callable[[], Result]) -> Result:
-        """What the daemon answers, or the local copy's result. Errors of the daemon other than its absence are raised."""
+        """What the daemon answers, or the local copy's result. Its errors are raised, but for its absence."""
         deadline = time.monotonic() + self._timeout_s
-        while not self._away or self._is_due():
+        while not self._away or self._core.closed or self._is_due():
+            was_away = self._away
             try:
                 answer = ask()
             except Unavailable as error:
@@ -56,7 +59,8 @@ class Fallback:
                 self._require_quiet(error, deadline)
                 self._leave(error)
                 break
-            if self._away:
+            # An answer to what was asked before the daemon went away tells nothing of now.
+            if was_away:
                 self._come_back()
             return answer
         result = local()
@@ -90,7 +94,7 @@ class Fallback:
         return True
 
     def _require_quiet(self, error: Error, deadline: float) -> None:
-        """Waits until nothing that the daemon accepted can run any more; raises the error when that is not known in time."""
+        """Waits until nothing that was accepted can run any more; raises the error when that is not known in time."""
         while self._core.has_stray_copies():
             if time.monotonic() >= deadline:
                 raise error
@@ -104,7 +108,7 @@ class Fallback:
             self._away = True
             self._counters["outages"] += 1
             self._local_since = 0
-        logger.warning("The daemon is away; states are copied in this process until it is back: %s", error)
+        logger.warning("The daemon is away; copies are made in this process until it is back: %s", error)
 
     def _come_back(self) -> None:
         with self._changing:

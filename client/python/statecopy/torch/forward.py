@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from statecopy.errors import ArgumentError
+from statecopy.errors import ArgumentError, PlanError
 from statecopy.torch.plan import Plan
 
 # What vllm-ascend's layers call their plan.
@@ -18,7 +18,7 @@ LAYER_ATTRIBUTE = "_ascend_kda_state_copy"
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """The layers of a forward pass by name: a plan each, or an object that holds its plan as ``_ascend_kda_state_copy``."""
+    """The layers of a forward pass by name: a plan each, or what holds its plan as ``_ascend_kda_state_copy``."""
 
     no_compile_layers: Mapping[str, object]
 
@@ -50,7 +50,8 @@ def forward_context(layers: Mapping[str, object]) -> Iterator[ForwardContext]:
 def find_plan(layer_name: str) -> Plan:
     """The plan of a layer in the context of this thread's forward pass.
 
-    Raises ``ArgumentError`` outside of a forward pass, and when the layer is unknown there or has no plan.
+    Raises ``ArgumentError`` outside of a forward pass and for a layer that is unknown there, ``PlanError`` for one that
+    has no plan.
     """
     layers = _no_compile_layers(layer_name)
     try:
@@ -64,7 +65,7 @@ def find_plan(layer_name: str) -> Plan:
         ) from None
     plan = _plan_of(holder)
     if plan is None:
-        raise ArgumentError(
+        raise PlanError(
             f"The layer {layer_name!r} has no plan: {LAYER_ATTRIBUTE} is not set on the {type(holder).__name__}",
             code="NOT_SEALED",
             remedy="Initialise the state copy after the cache is bound, before warm-up and the first request.",

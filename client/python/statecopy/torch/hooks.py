@@ -25,7 +25,7 @@ _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream
 
 
 class Hooks:
-    """The hooks of one client. ``index`` is the session's device among this process's CUDA devices, once it is known."""
+    """The hooks of one client. ``index`` is the session's device among this process's CUDA devices, once known."""
 
     def __init__(self, index: int | None) -> None:
         self.index = index
@@ -33,16 +33,13 @@ class Hooks:
     # Called for each gather: torch's own function, with nothing around it.
     wrap: Callable[[Any], torch.Tensor] = staticmethod(torch._C._from_dlpack)
 
+    def view(self, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+        """The same bytes as elements of another type: DLPack does not carry all of torch's."""
+        return tensor.view(dtype_of(dtype))
+
     def stream(self) -> int:
         """The raw handle of the current stream on the session's device."""
         return _raw_stream(self._device())
-
-    def capturing(self) -> bool:
-        """Whether the current stream of the session's device is being captured into a graph."""
-        if not torch.cuda.is_initialized():
-            return False
-        with torch.cuda.device(self._device()):
-            return torch.cuda.is_current_stream_capturing()
 
     def normalise(self, role: str, tensor: torch.Tensor, dtype: str | torch.dtype | None = None) -> torch.Tensor:
         """An operand that cannot be used as it is, as one that can, on its own device. No value is read here."""

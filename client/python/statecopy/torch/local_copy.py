@@ -1,7 +1,7 @@
 """The copies in this process, by torch: what a fallback does while the daemon is away.
 
-The contract is the daemon's (contract: Gather, Scatter): bits are copied, an invalid index gives zeros or is skipped, flags
-never suppress a final write. No value is read on the host where the tensors are on a device.
+The contract is the daemon's (contract: Gather, Scatter): bits are copied, an invalid index gives zeros or is skipped,
+flags never suppress a final write. No value is read on the host where the tensors are on a device.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ def gather(
     return packed
 
 
-def scatter(
-    states: Sequence[torch.Tensor], packed: torch.Tensor, indices: torch.Tensor, max_selected: int
-) -> None:
+def scatter(states: Sequence[torch.Tensor], packed: torch.Tensor, indices: torch.Tensor, max_selected: int) -> None:
     """``states[l][indices[s]] = packed[l, s]`` where the index is valid."""
     first = states[0]
     check_indices(first, indices)
@@ -46,24 +44,30 @@ def scatter(
     check_packed((len(states), indices.shape[0], *first.shape[1:]), first, packed)
     if indices.shape[0] == 0:
         return
-    packed = bits(packed.detach().to(first.dtype).contiguous())
-    valid = _valid(first, indices)
-    if not first.is_cuda:
-        rows, chosen = indices[valid].long(), packed[:, valid]
-        for layer, state in enumerate(states):
-            bits(state).index_copy_(0, rows, chosen[layer])
-        return
-    # How many are valid is not asked on the host, so each invalid one repeats a valid one: the same bytes to the same row.
-    # Where none is valid, row 0 is given its own bytes.
-    donor = valid.to(torch.uint8).argmax()
-    rows = torch.where(valid, indices, indices[donor])
-    none = ~valid.any()
-    rows = torch.where(none, 0, rows).long()
+    packed = packed.detach().to(first.dtype).contiguous()
+    (_scatter_blindly if first.is_cuda else _scatter_on_host)(states, packed, indices)
+
+
+def _scatter_on_host(states: Sequence[torch.Tensor], packed: torch.Tensor, indices: torch.Tensor) -> None:
+    valid = _valid(states[0], indices)
+    rows, chosen = indices[valid].long(), bits(packed)[:, valid]
     for layer, state in enumerate(states):
-        cells = bits(state)
-        row = valid.view(-1, 1, 1, 1)
-        given = torch.where(row, packed[layer], packed[layer].index_select(0, donor.view(1)))
-        cells.index_copy_(0, rows, torch.where(none, cells[:1], given))
+        bits(state).index_copy_(0, rows, chosen[layer])
+
+
+def _scatter_blindly(states: Sequence[torch.Tensor], packed: torch.Tensor, indices: torch.Tensor) -> None:
+    """The same where no value may be read on the host, not even how many indices are valid.
+
+    Each invalid one repeats a valid one: the same bytes to the same row. Where none is valid, row 0 is given its own.
+    """
+    valid = _valid(states[0], indices)
+    donor = valid.to(torch.uint8).argmax().view(1)
+    none = ~valid.any()
+    rows = torch.where(valid, indices, torch.where(none, 0, indices.index_select(0, donor))).long()
+    for layer, state in enumerate(states):
+        cells, source = bits(state), bits(packed[layer])
+        donated = torch.where(none, cells[:1], source.index_select(0, donor))
+        cells.index_copy_(0, rows, torch.where(valid.view(-1, 1, 1, 1), source, donated))
 
 
 def check_unique(state: torch.Tensor, indices: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.compiler import is_compiling
@@ -11,6 +11,7 @@ from statecopy.torch import local_copy
 from statecopy.torch.plan import BindingSet, Plan
 
 if TYPE_CHECKING:
+    from statecopy import _core
     from statecopy.torch.fallback import Fallback
 
 
@@ -18,7 +19,7 @@ class LocalPlan(Plan):
     """A plan with a fallback. Its asynchronous forms have none: they raise while the daemon is away."""
 
     def __init__(
-        self, core: Any, state: torch.Tensor, layer: str | None, fallback: Fallback, *, check_unique: bool
+        self, core: _core.Plan, state: torch.Tensor, layer: str | None, fallback: Fallback, *, check_unique: bool
     ) -> None:
         super().__init__(core, state, layer)
         self._fallback = fallback
@@ -73,7 +74,9 @@ class LocalPlan(Plan):
 class LocalBindingSet(BindingSet):
     """A binding set with a fallback. Its asynchronous forms have none."""
 
-    def __init__(self, core: Any, plans: tuple[Plan, ...], fallback: Fallback, *, check_unique: bool) -> None:
+    def __init__(
+        self, core: _core.BindingSet, plans: tuple[Plan, ...], fallback: Fallback, *, check_unique: bool
+    ) -> None:
         super().__init__(core, plans)
         self._fallback = fallback
         self._check_unique = check_unique

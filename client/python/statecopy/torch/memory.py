@@ -38,9 +38,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(INTEGER_OF_SIZE[tensor.element_size()])
 
 
-def empty(
-    shape: Sequence[int], dtype: torch.dtype | str, strides: Sequence[int] | None = None
-) -> torch.Tensor:
+def empty(shape: Sequence[int], dtype: torch.dtype | str, strides: Sequence[int] | None = None) -> torch.Tensor:
     """A tensor over host memory that the daemon can share, for a worker that has none. All bytes are zero.
 
     ``shape`` and ``strides`` are in elements. Packed, indices and flags in such memory are read where they lie.

@@ -1,8 +1,8 @@
 """The copies as custom operators, for models that are traced.
 
-``kda_state_gather(state, indices, flags, layer_name)`` and ``kda_state_scatter(state, packed, indices, layer_name)``. They
-run the plan that the forward context holds for the layer; eager calls of a plan do not pass here. They are no replacement
-for ``_C_ascend::kda_state_copy``.
+``kda_state_gather(state, indices, flags, layer_name)`` and ``kda_state_scatter(state, packed, indices, layer_name)``
+run the plan that the forward context holds for the layer; eager calls of a plan do not pass here. They are no
+replacement for ``_C_ascend::kda_state_copy``.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ def _is_defined(name: str) -> bool:
     return hasattr(getattr(torch.ops, namespace), operator)
 
 
-def _gather(
-    state: torch.Tensor, indices: torch.Tensor, flags: torch.Tensor | None, layer_name: str
-) -> torch.Tensor:
+def _gather(state: torch.Tensor, indices: torch.Tensor, flags: torch.Tensor | None, layer_name: str) -> torch.Tensor:
     plan = find_plan(layer_name)
     plan.check_state(state)
     return plan.gather(indices, flags)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.compiler import is_compiling
 
-from statecopy.errors import ArgumentError
+from statecopy.errors import ArgumentError, HandleError
 from statecopy.torch.memory import dtype_of
 
-_NOT_COMPILED = "A binding set cannot be compiled. Call it outside of the compiled code, or compile copies of single layers."
+if TYPE_CHECKING:
+    from statecopy import _core
+
+_NOT_COMPILED = (
+    "A binding set cannot be compiled. Call it outside of compiled code, or compile copies of single layers."
+)
 
 
 class Plan:
     """One published layer. The tensors of its copies may be any of the state's device.
 
-    ``layer`` is the name under which compiled code finds it in the forward context; None for a plan that is for eager calls
-    and graphs only.
+    ``layer`` is the name under which compiled code finds it in the forward context; None for a plan that is for eager
+    calls and graphs only.
     """
 
-    def __init__(self, core: Any, state: torch.Tensor, layer: str | None) -> None:
+    def __init__(self, core: _core.Plan, state: torch.Tensor, layer: str | None) -> None:
         self._core = core
         self._gather = core.gather
         self._scatter = core.scatter
@@ -38,9 +43,9 @@ class Plan:
     ) -> torch.Tensor:
         """``packed[s] = state[indices[s]]`` where the index is valid and the flag is true; else zeros.
 
-        ``indices`` is a vector of INT32 or INT64, ``flags`` has one element of an integer or bool type for each. Gives a
-        tensor ``[selected, H, V, K]`` of its own, or ``out``. Raises ``statecopy.Error`` before anything moves, unless its
-        ``leaves`` says otherwise.
+        ``indices`` is a vector of INT32 or INT64, ``flags`` has one element of an integer or bool type for each. Gives
+        a tensor ``[selected, H, V, K]`` of its own, or ``out``. Raises ``statecopy.Error`` before anything moves,
+        unless its ``leaves`` says otherwise.
         """
         if is_compiling():
             return self._traced_gather(indices, flags, (out, lane, timeout_s))
@@ -72,7 +77,7 @@ class Plan:
         out: torch.Tensor | None = None,
         lane: int | None = None,
         timeout_s: float | None = None,
-    ) -> Any:
+    ) -> _core.Pending:
         """Submits a gather: a pending copy whose ``wait()``, or ``await``, gives what :meth:`gather` does."""
         return self._core.submit_gather(indices, flags, out=out, lane=lane, timeout_s=timeout_s)
 
@@ -83,7 +88,7 @@ class Plan:
         *,
         lane: int | None = None,
         timeout_s: float | None = None,
-    ) -> Any:
+    ) -> _core.Pending:
         """Submits a scatter: a pending copy that is waited for by ``wait()`` or ``await``."""
         return self._core.submit_scatter(packed, indices, lane=lane, timeout_s=timeout_s)
 
@@ -91,15 +96,17 @@ class Plan:
         self, indices: torch.Tensor, flags: torch.Tensor | None, options: tuple[object, ...]
     ) -> torch.Tensor:
         _no_options(options)
-        packed: torch.Tensor = torch.ops.statecopy.kda_state_gather(self.state, indices, flags, self.layer or "")
+        gather = torch.ops.statecopy.kda_state_gather.default
+        packed: torch.Tensor = gather(self.state, indices, flags, self.layer or "")
         return packed
 
     def _traced_scatter(self, packed: torch.Tensor, indices: torch.Tensor, options: tuple[object, ...]) -> None:
         _no_options(options)
-        torch.ops.statecopy.kda_state_scatter(self.state, packed, indices, self.layer or "")
+        # The overload by its name: a graph knows of its schema that it mutates, and does not drop it as dead code.
+        torch.ops.statecopy.kda_state_scatter.default(self.state, packed, indices, self.layer or "")
 
     def check_state(self, state: torch.Tensor) -> None:
-        """Raises ``ArgumentError`` unless the tensor is the state that this plan copies: its memory, type and layout."""
+        """Raises ``ArgumentError`` unless the tensor is the state that this plan copies, in memory, type and layout."""
         own = self.state
         if state is own:
             return
@@ -122,9 +129,9 @@ class Plan:
     def state(self) -> torch.Tensor:
         """The tensor that is bound now."""
         if self._state is None:
-            raise ArgumentError(
-                f"{self.name} was released",
-                code="STALE_PLAN",
+            raise HandleError(
+                f"The memory of {self.name} was released",
+                code="REGION_UNKNOWN",
                 remedy="Rebind the layer before the next copy.",
                 about=self.name,
             )
@@ -136,7 +143,7 @@ class Plan:
     @property
     def name(self) -> str:
         """The name that it was registered under."""
-        return str(self._core.name)
+        return self._core.name
 
     @property
     def dtype(self) -> torch.dtype:
@@ -146,31 +153,31 @@ class Plan:
     @property
     def shape(self) -> tuple[int, ...]:
         """``(N, H, V, K)``."""
-        return tuple(self._core.shape)
+        return self._core.shape
 
     @property
     def max_selected(self) -> int:
         """No request selects more rows."""
-        return int(self._core.max_selected)
+        return self._core.max_selected
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of one state."""
-        return int(self._core.payload_bytes)
+        return self._core.payload_bytes
 
     @property
-    def signature(self) -> Any:
+    def signature(self) -> str:
         """The hash of the layout signature."""
         return self._core.signature
 
     @property
-    def kind(self) -> Any:
-        """The plan kind that the daemon chose."""
+    def kind(self) -> str | None:
+        """The plan kind that the daemon chose: "fused" or "byte_copy"."""
         return self._core.kind
 
-    def route(self, tensor: torch.Tensor) -> Any:
-        """How an operand would travel: in place, inline or copied, and the address in the request."""
-        return self._core.route(tensor)
+    def route(self, indices: torch.Tensor) -> _core.Route:
+        """How indices would travel: ``how`` is in_place, inline or copied, ``address`` that of the request."""
+        return self._core.route(indices)
 
     def __repr__(self) -> str:
         return f"<statecopy.torch.Plan {self.name} {self.dtype} {list(self.shape)}>"
@@ -179,7 +186,7 @@ class Plan:
 class BindingSet:
     """Layers of one signature that are copied by one request. For eager calls and graphs: it cannot be compiled."""
 
-    def __init__(self, core: Any, plans: tuple[Plan, ...]) -> None:
+    def __init__(self, core: _core.BindingSet, plans: tuple[Plan, ...]) -> None:
         self._core = core
         self._plans = plans
 
@@ -219,7 +226,7 @@ class BindingSet:
         out: torch.Tensor | None = None,
         lane: int | None = None,
         timeout_s: float | None = None,
-    ) -> Any:
+    ) -> _core.Pending:
         """Submits a gather of every layer."""
         return self._core.submit_gather_all(indices, flags, out=out, lane=lane, timeout_s=timeout_s)
 
@@ -230,14 +237,14 @@ class BindingSet:
         *,
         lane: int | None = None,
         timeout_s: float | None = None,
-    ) -> Any:
+    ) -> _core.Pending:
         """Submits a scatter into every layer."""
         return self._core.submit_scatter_all(packed, indices, lane=lane, timeout_s=timeout_s)
 
     @property
     def name(self) -> str:
         """The name of the set."""
-        return str(self._core.name)
+        return self._core.name
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -247,7 +254,7 @@ class BindingSet:
     @property
     def max_selected(self) -> int:
         """No request selects more rows."""
-        return int(self._core.max_selected)
+        return self._core.max_selected
 
 
 def _no_options(options: tuple[object, ...]) -> None:

@@ -1,0 +1,329 @@
+"""Going on while the daemon is away, where that was chosen."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import statecopy
+import statecopy.torch
+from daemon_process import eventually
+from statecopy.torch import fallback, local_copy
+from statecopy.torch.fallback import Fallback
+from torch_oracle import (
+    DTYPES,
+    FLAG_DTYPES,
+    INDEX_DTYPES,
+    Cache,
+    int32,
+    int64,
+    plan_of,
+    random_states,
+    same_bits,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from daemon_process import Daemon
+
+
+@pytest.fixture
+def local(daemon: Daemon) -> Iterator[statecopy.torch.Client]:
+    """A client that copies in this process while its daemon is away."""
+    with statecopy.torch.connect(daemon.address, on_unavailable="local") as client:
+        yield client
+
+
+class TestLocalCopies:
+    """The copy itself keeps the contract."""
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("index_dtype", INDEX_DTYPES, ids=str)
+    def test_every_dtype_moves_bit_for_bit_both_ways(self, dtype: torch.dtype, index_dtype: torch.dtype) -> None:
+        cache = Cache(dtype=dtype)
+        limits = torch.iinfo(index_dtype)
+        indices = torch.tensor([3, -1, 0, 6, 5, 3, limits.min, limits.max], dtype=index_dtype)
+        for flag_dtype in FLAG_DTYPES:
+            flags = torch.tensor([[1, 1, 1, 1], [0, 1 << (8 * flag_dtype.itemsize - 2), 1, 1]]).to(flag_dtype)
+            packed = local_copy.gather([cache.state], indices, flags, 8)
+            assert same_bits(packed[0], cache.gathered(indices, flags))
+        final, distinct = cache.packed(5), torch.tensor([5, 6, -1, 2, limits.min], dtype=index_dtype)
+        local_copy.scatter([cache.state], final[None], distinct, 8)
+        cache.scatter(final, distinct)
+        cache.check()
+
+    @pytest.mark.parametrize("selected", [0, 1, 5])
+    def test_every_count_and_none_valid(self, selected: int) -> None:
+        cache = Cache()
+        for indices in (torch.arange(selected), torch.full((selected,), -1)):
+            assert same_bits(local_copy.gather([cache.state], indices, None, 8)[0], cache.gathered(indices))
+            local_copy.scatter([cache.state], cache.packed(selected)[None], indices, 8)
+            cache.scatter(cache.packed(selected), indices)
+            cache.check()
+
+    @pytest.mark.parametrize("values", [[4, -1, 0, 9], [-1, 5, 9, 2], [-1, -1, 9, 9], [1, 2, 3, 4], [7], [3]], ids=str)
+    def test_the_way_of_a_device_reads_no_value_on_the_host(
+        self, values: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        caches = [Cache(seed=1), Cache(seed=2)]
+        indices, final = (
+            torch.tensor(values, dtype=torch.int32),
+            random_states((2, len(values), 2, 3, 5), torch.float32),
+        )
+        for cache, packed in zip(caches, final, strict=True):
+            cache.scatter(packed, indices)
+        for name in ("item", "tolist", "__bool__", "__index__", "nonzero"):
+            monkeypatch.setattr(torch.Tensor, name, _must_not_be_read)
+        local_copy._scatter_blindly([cache.state for cache in caches], final, indices)
+        monkeypatch.undo()
+        for cache in caches:
+            cache.check()
+
+    def test_what_does_not_fit_is_refused_as_the_daemon_does(self) -> None:
+        states = [Cache().state]
+        packed = torch.empty(1, 2, 2, 3, 5)
+        refused: dict[str, Callable[[], object]] = {
+            "INDEX_TYPE": lambda: local_copy.gather(states, torch.empty(2), None, 8),
+            "SELECTED_TOO_LARGE": lambda: local_copy.gather(states, int32(1, 2, 3), None, 2),
+            "FLAGS_MISMATCH": lambda: local_copy.gather(states, int32(1, 2), torch.tensor([1]), 8),
+            "PACKED_MISMATCH": lambda: local_copy.scatter(states, packed, int32(1), 8),
+            "ROW_INVALID": lambda: local_copy.check_unique(states[0], int32(1, -1, 1, -1)),
+        }
+        for code, act in refused.items():
+            with pytest.raises(statecopy.ArgumentError) as caught:
+                act()
+            assert caught.value.code == code
+
+
+def _must_not_be_read(*_arguments: Any, **_options: Any) -> Any:
+    raise AssertionError("a value was read on the host")
+
+
+def test_a_killed_daemon_is_done_without_and_its_successor_is_found(
+    daemon: Daemon,
+    local: statecopy.torch.Client,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fallback, "ASK_EVERY_S", 0.05)
+    cache = Cache()
+    plan = plan_of(local, cache)
+    indices, flags = int32(1, -1, 5, 2), torch.tensor([1, 1, 0, 1])
+    assert same_bits(plan.gather(indices, flags), cache.gathered(indices, flags))
+    assert local.counters()["outages"] == 0
+
+    daemon.kill()
+    with caplog.at_level(logging.INFO, logger="statecopy.torch"):
+        started = time.monotonic()
+        assert same_bits(plan.gather(indices, flags), cache.gathered(indices, flags))
+        plan.scatter(final := cache.packed(4), indices)
+        cache.scatter(final, indices)
+        for _ in range(20):
+            assert same_bits(plan.gather(indices), cache.gathered(indices))
+        assert time.monotonic() - started < 5, "it waited for the daemon"
+        cache.check()
+    counters = local.counters()
+    assert (counters["local_gathers"], counters["local_scatters"], counters["outages"]) == (21, 1, 1)
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "loud, and once an outage"
+
+    daemon.restart()
+    caplog.clear()
+    gathers = local.counters()["gathers"]
+
+    def served() -> bool:
+        assert same_bits(plan.gather(indices), cache.gathered(indices))
+        return local.counters()["gathers"] > gathers
+
+    with caplog.at_level(logging.INFO, logger="statecopy.torch"):
+        eventually("the next daemon serves", served)
+    assert "is back" in caplog.text
+    assert local.counters()["outages"] == 1
+    plan.scatter(final := cache.packed(4, seed=3), indices)
+    cache.scatter(final, indices)
+    cache.check()
+
+
+def test_an_outage_is_met_by_sets_tensors_of_the_caller_and_debug(daemon: Daemon) -> None:
+    with statecopy.torch.connect(daemon.address, on_unavailable="local", debug=True) as client:
+        caches = [Cache((6, 2, 4, 4), seed=seed) for seed in range(2)]
+        plans = client.register({"a": caches[0].state, "b": caches[1].state}, max_selected=4, sets={"kda": ["a", "b"]})
+        kda, plan = plans.sets["kda"], plans["a"]
+        daemon.kill()
+        indices = int64(4, -1, 0)
+        expected = torch.stack([cache.gathered(indices) for cache in caches])
+        assert same_bits(kda.gather_all(indices), expected)
+        out = torch.empty(3, 2, 4, 4)
+        assert plan.gather(indices, out=out) is out
+        assert same_bits(out, expected[0])
+        final = random_states((2, 3, 2, 4, 4), torch.float32)
+        kda.scatter_all(final, indices)
+        for cache, packed in zip(caches, final, strict=True):
+            cache.scatter(packed, indices)
+            cache.check()
+        with pytest.raises(statecopy.ArgumentError) as caught:
+            plan.scatter(final[0], int32(1, 2, 1))
+        assert caught.value.code == "ROW_INVALID"
+        caches[0].check()
+
+
+def test_a_compiled_model_goes_on_as_well(daemon: Daemon, local: statecopy.torch.Client) -> None:
+    cache = Cache()
+    plan = plan_of(local, cache)
+    torch._dynamo.reset()
+    traced = torch.compile(lambda indices: plan.gather(indices), backend="eager", fullgraph=True)
+    with statecopy.torch.forward_context({"layers.0": plan}):
+        assert same_bits(traced(int32(1, 2)), cache.gathered(int32(1, 2)))
+        daemon.kill()
+        assert same_bits(traced(int32(3, 2)), cache.gathered(int32(3, 2)))
+    assert local.counters()["local_gathers"] == 1
+
+
+def test_threads_go_on_through_an_outage_and_back(
+    daemon: Daemon, local: statecopy.torch.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fallback, "ASK_EVERY_S", 0.02)
+    caches = [Cache(seed=seed) for seed in range(3)]
+    plans = local.register({str(at): cache.state for at, cache in enumerate(caches)}, max_selected=8)
+    stop, raised = threading.Event(), []
+
+    def work(at: int) -> None:
+        cache, plan, step = caches[at], plans[str(at)], 0
+        try:
+            while not stop.is_set():
+                step += 1
+                indices = torch.randperm(7, dtype=torch.int32)[:4]
+                plan.scatter(final := cache.packed(4, seed=step), indices)
+                cache.scatter(final, indices)
+                assert same_bits(plan.gather(indices), cache.gathered(indices))
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=work, args=(at,)) for at in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for outages in (1, 2):
+            served = local.counters()["gathers"]
+            eventually("it serves", lambda served=served: raised or local.counters()["gathers"] > served + 20)  # type: ignore[misc]
+            daemon.kill()
+            count = local.counters()["local_gathers"]
+            eventually("they go on", lambda count=count: raised or local.counters()["local_gathers"] > count + 20)  # type: ignore[misc]
+            assert local.counters()["outages"] == outages
+            daemon.restart()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert raised == []
+    for cache in caches:
+        cache.check()
+
+
+def test_a_refusal_is_never_fallen_back_from(daemon: Daemon, local: statecopy.torch.Client) -> None:
+    cache = Cache()
+    plan = plan_of(local, cache)
+    plan_of(local, cache)
+    with pytest.raises(statecopy.PlanError):
+        plan.gather(int32(1))
+    with pytest.raises(statecopy.ArgumentError):
+        plan.gather(torch.tensor([1.0]))
+    counters = local.counters()
+    assert (counters["outages"], counters["local_gathers"]) == (0, 0)
+
+
+def test_a_drained_daemon_is_waited_out(daemon: Daemon, local: statecopy.torch.Client) -> None:
+    cache = Cache()
+    plan = plan_of(local, cache)
+    plan.gather(int32(1))
+    daemon.stop()
+    assert same_bits(plan.gather(int32(2)), cache.gathered(int32(2)))
+    assert local.counters()["outages"] == 1
+
+
+def test_what_is_released_or_closed_is_not_copied_locally(daemon: Daemon, local: statecopy.torch.Client) -> None:
+    plan = plan_of(local, Cache())
+    local.release()
+    with pytest.raises(statecopy.Error):
+        plan.gather(int32(1))
+    daemon.kill()
+    with pytest.raises(statecopy.Error):
+        plan.gather(int32(1))
+    local.close()
+    with pytest.raises(statecopy.ClosedError):
+        plan.gather(int32(1))
+
+
+def test_without_a_fallback_an_absent_daemon_is_an_error(daemon: Daemon) -> None:
+    with statecopy.torch.connect(daemon.address, timeout_s=0.2) as client:
+        plan = plan_of(client, Cache())
+        daemon.kill()
+        with pytest.raises(statecopy.Unavailable):
+            plan.gather(int32(1))
+        assert client.counters()["local_gathers"] == 0
+
+
+def test_a_daemon_that_is_not_there_cannot_be_connected_to(tmp_path: Any) -> None:
+    with pytest.raises(statecopy.Unavailable):
+        statecopy.torch.connect(tmp_path, on_unavailable="local", wait_s=0.05)
+
+
+class _Core:
+    """A client whose copies are astray for a while."""
+
+    closed = False
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def has_stray_copies(self) -> bool:
+        self.looks -= 1
+        return self.looks >= 0
+
+
+class TestWhenToFallBack:
+    @staticmethod
+    def absent(code: str = "UNAVAILABLE") -> Any:
+        def ask() -> Any:
+            raise statecopy.Unavailable("gone", code=code, leaves="unknown")
+
+        return ask
+
+    def test_not_before_every_copy_is_accounted_for(self) -> None:
+        core = _Core(looks=5)
+        made = Fallback(core, timeout_s=10.0)  # type: ignore[arg-type]
+        assert made.run("local_gathers", self.absent(), lambda: core.looks) < 0
+        assert made.counters() == {"local_gathers": 1, "local_scatters": 0, "outages": 1}
+
+    def test_never_while_a_copy_may_still_run(self) -> None:
+        made = Fallback(_Core(looks=10**9), timeout_s=0.05)  # type: ignore[arg-type]
+        with pytest.raises(statecopy.Unavailable):
+            made.run("local_gathers", self.absent(), lambda: pytest.fail("it was copied here"))
+        assert made.counters()["outages"] == 0
+
+    def test_not_for_a_daemon_that_goes_on_draining(self) -> None:
+        made = Fallback(_Core(looks=0), timeout_s=0.05)  # type: ignore[arg-type]
+        with pytest.raises(statecopy.Unavailable) as caught:
+            made.run("local_gathers", self.absent("DRAINING"), lambda: pytest.fail("it was copied here"))
+        assert caught.value.code == "DRAINING"
+
+    def test_an_absent_daemon_is_asked_for_once_in_a_while(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        now = [0.0]
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        made = Fallback(_Core(looks=0), timeout_s=1.0)  # type: ignore[arg-type]
+        asked = []
+
+        def ask() -> Any:
+            asked.append(now[0])
+            raise statecopy.Unavailable("gone", code="UNAVAILABLE")
+
+        for _ in range(50):
+            made.run("local_gathers", ask, lambda: None)
+            now[0] += 0.1
+        assert len(asked) == 5
+        assert made.run("local_gathers", lambda: "served", lambda: "local") in ("served", "local")
