@@ -62,7 +62,8 @@ class LayerStateCopy:
             _refuse_without_flags(self.layer_name)
         indices = self._rows(indices)
         if torch.compiler.is_compiling():
-            packed: torch.Tensor = torch.ops.statecopy.kda_state_gather(state, indices, flags, self.layer_name)
+            gather = torch.ops.statecopy.kda_state_gather.default
+            packed: torch.Tensor = gather(state, indices, flags, self.layer_name)
             return packed
         return self._checked(state).gather(indices, flags)
 
@@ -74,7 +75,8 @@ class LayerStateCopy:
         """
         indices = self._rows(indices)
         if torch.compiler.is_compiling():
-            torch.ops.statecopy.kda_state_scatter(state, packed, indices, self.layer_name)
+            # The overload by its name: a graph knows of its schema that it mutates, and does not drop it as dead code.
+            torch.ops.statecopy.kda_state_scatter.default(state, packed, indices, self.layer_name)
             return
         self._checked(state).scatter(packed, indices)
 
