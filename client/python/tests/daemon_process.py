@@ -104,6 +104,12 @@ class Daemon:
         except (urllib.error.URLError, OSError):
             return False
 
+    def metric(self, name: str) -> float:
+        """The sum of a metric's series."""
+        with urllib.request.urlopen(f"http://{self._http_address}/metrics", timeout=PATIENCE_S) as reply:
+            text = reply.read().decode()
+        return sum(map(float, re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)))
+
     def kill(self) -> None:
         """Kills the supervisor, and waits until its device process is gone too."""
         self._device_processes += _children(self.pid)

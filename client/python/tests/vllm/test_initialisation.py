@@ -13,7 +13,7 @@ from workers import AttentionLayer, KimiLayer, UpstreamLayer, caches, pages
 import statecopy
 import statecopy.torch
 import statecopy.vllm
-from daemon_process import Daemon
+from daemon_process import Daemon, eventually
 from statecopy.vllm import initialize_state_copy
 
 Initialise = Callable[..., statecopy.vllm.StateCopy]
@@ -148,6 +148,23 @@ def test_a_failure_withdraws_what_an_earlier_initialisation_attached(initialise:
     assert not handle.ready
     with pytest.raises(statecopy.PlanError, match="replaced by a later initialisation"):
         held.gather(state, torch.tensor([0]), torch.tensor([True]))
+
+
+def test_a_failure_leaves_no_plan_of_anybody_else_either(initialise: Initialise) -> None:
+    good, bad = layer(caches(pages(4))), layer(())
+    good._ascend_kda_state_copy, good._kda_state_copy_ready = object(), True
+    with pytest.raises(statecopy.ArgumentError, match="'b' is not bound"):
+        initialise({"a": good, "b": bad})
+    assert not is_attached(good, bad)
+
+
+def test_a_failure_ends_the_session_that_it_opened(initialise: Initialise, addressed: Daemon) -> None:
+    bad = layer(caches(torch.zeros(4, 256)))
+    before = addressed.metric("statecopy_sessions")
+    with pytest.raises(statecopy.HandleError, match=r"statecopy\.torch\.empty"):
+        initialise({"a": bad})
+    eventually("the session ends", lambda: addressed.metric("statecopy_sessions") == before)
+    assert not is_attached(bad)
 
 
 @pytest.mark.parametrize("maximum", [0, -1, True, 1.5, "4"])

@@ -99,10 +99,14 @@ def test_caches_may_be_bound_anew_without_a_release(initialise: Initialise) -> N
     assert layers[1].kv_cache[1][3].eq(1).all()
 
 
+@pytest.mark.parametrize("slept", [True, False], ids=["asleep", "awake"])
 @pytest.mark.parametrize("what", ["another shape", "unbound"])
-def test_a_rebind_that_is_refused_leaves_all_asleep_and_may_be_repeated(initialise: Initialise, what: str) -> None:
+def test_a_rebind_that_is_refused_leaves_all_asleep_and_may_be_repeated(
+    initialise: Initialise, what: str, slept: bool
+) -> None:
     layers, handle = worker(initialise)
-    handle.release()
+    if slept:
+        handle.release()
     bind(layers)
     good: Any = layers[1].kv_cache
     layers[1].kv_cache = caches(pages(7)) if what == "another shape" else ()
