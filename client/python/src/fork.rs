@@ -29,6 +29,11 @@ impl Birth {
         Self(FORKS.load(Ordering::Relaxed))
     }
 
+    /// How many forks lie between the first process of the package and that one.
+    pub(crate) fn forks(self) -> usize {
+        usize::try_from(self.0).unwrap_or(usize::MAX)
+    }
+
     /// Whether this process is a child of the one it was made in.
     pub(crate) fn is_foreign(self) -> bool {
         self != Self::here()

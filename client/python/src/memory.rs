@@ -6,7 +6,8 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::iter;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
@@ -15,6 +16,7 @@ use statecopy_client::{DataType, Memory};
 
 use crate::errors;
 use crate::export::{self, DL_CPU, DL_CUDA, DlDevice, Kept, Owner};
+use crate::fork::Birth;
 use crate::sync::{AtomicU64, Ordering};
 
 /// Where the bytes of a tensor are.
@@ -53,10 +55,41 @@ impl fmt::Display for Device {
     }
 }
 
-/// Every [`Allocation`] that lives, by its address.
-static ALLOCATIONS: Mutex<BTreeMap<u64, Weak<Allocation>>> = Mutex::new(BTreeMap::new());
+/// Allocations by their addresses.
+type ByAddress = BTreeMap<u64, Weak<Allocation>>;
 
-/// How many of them are gone.
+/// The allocations of the first process of the package, and behind them those of its forked children.
+static REGISTRY: Registry = Registry::new();
+
+/// Every [`Allocation`] that one process made and that lives. A child has its own: a lock that another thread of the parent
+/// held while it forked is held in the child for ever.
+struct Registry {
+    allocations: Mutex<ByAddress>,
+    of_child: OnceLock<Box<Self>>,
+}
+
+impl Registry {
+    const fn new() -> Self {
+        Self { allocations: Mutex::new(BTreeMap::new()), of_child: OnceLock::new() }
+    }
+
+    /// Those of the first process, of its child, and so on to this process.
+    fn lineage() -> impl Iterator<Item = &'static Self> {
+        let next = |registry: &&'static Self| {
+            let child = registry.of_child.get_or_init(|| Box::new(Self::new()));
+            Some(&**child)
+        };
+        iter::successors(Some(&REGISTRY), next)
+    }
+
+    /// Those that this process made.
+    fn here() -> MutexGuard<'static, ByAddress> {
+        let registry = Self::lineage().nth(Birth::here().forks()).unwrap_or(&REGISTRY);
+        registry.allocations.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How many allocations are gone.
 static GONE: AtomicU64 = AtomicU64::new(0);
 
 /// Host memory of this process, found by its address as long as somebody holds it.
@@ -68,7 +101,7 @@ pub(crate) struct Allocation {
 impl Allocation {
     fn new(memory: Memory) -> Arc<Self> {
         let allocation = Arc::new(Self { memory });
-        allocations().insert(allocation.memory.address(), Arc::downgrade(&allocation));
+        Registry::here().insert(allocation.memory.address(), Arc::downgrade(&allocation));
         allocation
     }
 
@@ -81,7 +114,7 @@ impl Allocation {
 impl Drop for Allocation {
     fn drop(&mut self) {
         // It is mapped as yet: no other allocation has the address.
-        allocations().remove(&self.memory.address());
+        Registry::here().remove(&self.memory.address());
         GONE.fetch_add(1, Ordering::Relaxed);
     }
 }
@@ -91,21 +124,22 @@ pub(crate) fn allocations_gone() -> u64 {
     GONE.load(Ordering::Relaxed)
 }
 
-fn allocations() -> MutexGuard<'static, BTreeMap<u64, Weak<Allocation>>> {
-    ALLOCATIONS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// The memory of `statecopy.empty` that so many bytes at a host address lie in, and how far from its start.
 pub(crate) fn find_host(address: u64, bytes: u64) -> Option<(Arc<Allocation>, u64)> {
-    let found = {
-        let allocations = allocations();
+    let find = |allocations: &ByAddress| {
         let (start, allocation) = allocations.range(..=address).next_back()?;
-        allocation.upgrade().map(|allocation| (allocation, address - start))
+        let allocation = allocation.upgrade()?;
+        let end = (address - start).checked_add(bytes)?;
+        // One whose last owner this is goes when the lock is free again.
+        Some((end <= allocation.memory.bytes(), allocation, address - start))
     };
-    // An allocation whose last owner this is goes when the lock is free again.
-    let (allocation, offset) = found?;
-    let end = offset.checked_add(bytes)?;
-    (end <= allocation.memory.bytes()).then_some((allocation, offset))
+    let own = find(&Registry::here());
+    let found = own.filter(|(holds, ..)| *holds).or_else(|| {
+        let mut parents = Registry::lineage().take(Birth::here().forks());
+        parents.find_map(|parent| find(&*parent.allocations.try_lock().ok()?))
+    });
+    let (holds, allocation, offset) = found?;
+    holds.then_some((allocation, offset))
 }
 
 /// Memory with a layout over it, that the daemon may read and write: of `statecopy.empty`, or the result of a gather.

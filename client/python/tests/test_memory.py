@@ -333,3 +333,23 @@ class TestFork:
         assert np.asarray(plan.gather([3]))[0, 0, 0, 0] == 3
         assert client.info() == session
         client.close()
+
+    def test_a_child_that_connects_for_itself_shares_its_own_memory_and_its_parents(self, daemon: Daemon) -> None:
+        inherited = statecopy.empty((1, 2, 16, 16), "float32")
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with statecopy.connect(daemon.address) as client:
+                    _rows, plan = gathering(client)
+                    own = statecopy.empty((1, 2, 16, 16), "float32")
+                    plan.gather([3], out=own)
+                    plan.gather([5], out=inherited)
+                    assert np.asarray(own).mean() == 3
+                    assert client.counters()["regions_registered"] == 3
+                    assert client.counters()["operands_copied"] == 0
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert np.asarray(inherited).mean() == 5, "both have it mapped"
