@@ -200,6 +200,8 @@ impl Prepared {
                 let bytes = self.plan.packed_bytes(self.indices.selected());
                 let dtype = self.plan.as_async().dtype();
                 session.copy_back(py, buffer, (dtype, &shape), (&view, &out), bytes)?;
+                // The call returns when the bytes are there.
+                session.synchronise(py, self.stream)?;
                 Ok(out.into_bound(py))
             }
         }

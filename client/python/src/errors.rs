@@ -163,3 +163,16 @@ pub(crate) fn driver(py: Python<'_>, error: &DriverError) -> PyErr {
     }
     .make(py)
 }
+
+/// Device memory that only its own library could copy.
+pub(crate) fn not_shared(py: Python<'_>) -> PyErr {
+    Failed {
+        family: None,
+        code: Some(RefusalCode::HandleUnsupported),
+        message: "A tensor lies in device memory that cannot be shared, and this client copies none by itself",
+        remedy: "Allocate it where it can be shared (cudaMalloc, or virtual memory with a handle), or use statecopy.torch.",
+        leaves: Leaves::NothingMoved,
+        about: None,
+    }
+    .make(py)
+}

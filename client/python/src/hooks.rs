@@ -3,6 +3,8 @@
 use pyo3::intern;
 use pyo3::prelude::*;
 
+use crate::errors;
+
 /// The hooks of `statecopy.torch`; a plain client has none.
 #[derive(Debug)]
 pub(crate) struct Hooks(Option<Py<PyAny>>);
@@ -65,14 +67,12 @@ impl Hooks {
         hooks.call_method1(intern!(py, "normalise"), (role, tensor, dtype)).map(Some)
     }
 
-    /// Copies a tensor of the device into another, on the current stream. False for a plain client, which cannot.
-    pub(crate) fn stage(
-        &self,
-        into: &Bound<'_, PyAny>,
-        tensor: &Bound<'_, PyAny>,
-    ) -> PyResult<bool> {
+    /// Copies a tensor of the device into another, on the current stream. A plain client has nothing that could.
+    pub(crate) fn stage(&self, into: &Bound<'_, PyAny>, tensor: &Bound<'_, PyAny>) -> PyResult<()> {
         let py = tensor.py();
-        let Some(hooks) = self.get(py) else { return Ok(false) };
-        hooks.call_method1(intern!(py, "stage"), (into, tensor)).map(|_| true)
+        match self.get(py) {
+            Some(hooks) => hooks.call_method1(intern!(py, "stage"), (into, tensor)).map(drop),
+            None => Err(errors::not_shared(py)),
+        }
     }
 }

@@ -398,7 +398,7 @@ impl<'a> Asker<'a> {
         let session = self.session;
         let dtype = view.element.known().unwrap_or(DataType::UInt8);
         let bytes = view.numel().saturating_mul(dtype.item_bytes());
-        let buffer = session.take(py, bytes.max(1), self.stream)?;
+        let buffer = session.take(py, bytes, self.stream)?;
         if session.is_host() {
             let (from, to) = (view.address, buffer.address());
             py.detach(|| bytes::copy(from, to, bytes));
