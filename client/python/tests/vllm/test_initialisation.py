@@ -161,9 +161,11 @@ def test_a_failure_leaves_no_plan_of_anybody_else_either(initialise: Initialise)
 def test_a_failure_ends_the_session_that_it_opened(initialise: Initialise, addressed: Daemon) -> None:
     bad = layer(caches(torch.zeros(4, 256)))
     before = addressed.metric("statecopy_sessions")
-    with pytest.raises(statecopy.HandleError, match=r"statecopy\.torch\.empty"):
+    # Who holds the exception holds the frames that it came through.
+    with pytest.raises(statecopy.HandleError, match=r"statecopy\.torch\.empty") as caught:
         initialise({"a": bad})
     eventually("the session ends", lambda: addressed.metric("statecopy_sessions") == before)
+    assert caught.value.__traceback__ is not None
     assert not is_attached(bad)
 
 
