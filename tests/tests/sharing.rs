@@ -216,6 +216,25 @@ fn host_memory_is_registered_once_and_released_when_its_holder_is_gone() {
 }
 
 #[test]
+fn memory_that_a_request_is_about_stays_registered_while_others_are_let_go() {
+    let daemon = Daemon::start();
+    let client = connect(&daemon);
+    let known = Regions::new(&client);
+    let (_cache, plan) = layer(&client, &known);
+    let held = holder();
+    let memories: Vec<Memory> =
+        (0..2).map(|_| client.allocate("operand", PAYLOAD as u64).unwrap()).collect();
+    let [asked, other] = [0, 1]
+        .map(|at| known.of_memory(&memories[at], weak(&held), 0, PAYLOAD as u64).unwrap().unwrap());
+    drop(other);
+    assert_eq!(known.trim(), PAYLOAD as u64);
+    plan.gather(Request::new(Indices::Int32(&[3]), asked)).unwrap();
+    assert_eq!(memories[0].read_vec(0, PAYLOAD).unwrap(), [13; PAYLOAD]);
+    assert_eq!(known.trim(), PAYLOAD as u64);
+    assert_eq!(regions(&daemon), 1);
+}
+
+#[test]
 fn of_many_regions_the_least_recently_used_are_released_and_pinned_ones_never() {
     let daemon = Daemon::start();
     let client = connect(&daemon);

@@ -9,7 +9,7 @@
 //! ```
 
 use std::any::Any;
-use std::sync::{Mutex, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use statecopy_proto::RefusalCode;
 
@@ -68,6 +68,12 @@ struct Known {
 }
 
 impl Known {
+    /// Whether it may go: no layer needs it, and no place in it is held by a request that is not answered.
+    fn is_idle(&self) -> bool {
+        // One is held here, and one by the client's records.
+        !self.pinned && Arc::strong_count(&self.region.record) <= 2
+    }
+
     fn is_orphan(&self) -> bool {
         self.holder.as_ref().is_some_and(|holder| holder.strong_count() == 0)
     }
@@ -153,13 +159,14 @@ impl Table {
 
     /// Orphans, and what was not used for longest where there are too many.
     fn drop_surplus(&mut self) -> Vec<Region> {
-        let mut gone = self.drop_where(|known| !known.pinned && known.is_orphan());
-        let mut uses: Vec<u64> =
-            self.known.values().filter(|known| !known.pinned).map(|known| known.used).collect();
-        if let Some(surplus) = uses.len().checked_sub(KEPT_MAX + 1) {
-            uses.sort_unstable();
-            let last = uses[surplus];
-            gone.extend(self.drop_where(|known| !known.pinned && known.used <= last));
+        let mut gone = self.drop_where(|known| known.is_idle() && known.is_orphan());
+        let unpinned = self.known.values().filter(|known| !known.pinned).count();
+        let Some(surplus) = unpinned.checked_sub(KEPT_MAX + 1) else { return gone };
+        let idle = self.known.values().filter(|known| known.is_idle());
+        let mut uses: Vec<u64> = idle.map(|known| known.used).collect();
+        uses.sort_unstable();
+        if let Some(last) = uses.get(surplus).or(uses.last()).copied() {
+            gone.extend(self.drop_where(|known| known.is_idle() && known.used <= last));
         }
         gone
     }
@@ -288,13 +295,13 @@ impl Regions {
 
     /// Releases the regions whose holders are gone.
     pub fn sweep(&self) {
-        let gone = lock(&self.table).drop_where(|known| !known.pinned && known.is_orphan());
+        let gone = lock(&self.table).drop_where(|known| known.is_idle() && known.is_orphan());
         release_regions(&self.client, gone);
     }
 
-    /// Releases everything that is not pinned. The answer is how many bytes that were.
+    /// Releases everything that is not pinned, and in which no place is held. The answer is how many bytes that were.
     pub fn trim(&self) -> u64 {
-        let gone = lock(&self.table).drop_where(|known| !known.pinned);
+        let gone = lock(&self.table).drop_where(|known| known.is_idle());
         let bytes = gone.iter().map(Region::bytes).sum();
         release_regions(&self.client, gone);
         bytes
