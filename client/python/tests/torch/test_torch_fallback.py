@@ -184,8 +184,9 @@ def test_a_compiled_model_goes_on_as_well(daemon: Daemon, local: statecopy.torch
     assert local.counters()["local_gathers"] == 1
 
 
+@pytest.mark.parametrize("way", ["kill", "stop"])
 def test_threads_go_on_through_an_outage_and_back(
-    daemon: Daemon, local: statecopy.torch.Client, monkeypatch: pytest.MonkeyPatch
+    daemon: Daemon, local: statecopy.torch.Client, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     monkeypatch.setattr(fallback, "ASK_EVERY_S", 0.02)
     caches = [Cache(seed=seed) for seed in range(3)]
@@ -211,7 +212,7 @@ def test_threads_go_on_through_an_outage_and_back(
         for outages in (1, 2):
             served = local.counters()["gathers"]
             eventually("it serves", lambda served=served: raised or local.counters()["gathers"] > served + 20)  # type: ignore[misc]
-            daemon.kill()
+            daemon.kill() if way == "kill" else daemon.stop()
             count = local.counters()["local_gathers"]
             eventually("they go on", lambda count=count: raised or local.counters()["local_gathers"] > count + 20)  # type: ignore[misc]
             assert local.counters()["outages"] == outages
@@ -311,6 +312,28 @@ class TestWhenToFallBack:
         with pytest.raises(statecopy.Unavailable) as caught:
             made.run("local_gathers", self.absent("DRAINING"), lambda: pytest.fail("it was copied here"))
         assert caught.value.code == "DRAINING"
+
+    def test_a_daemon_that_drained_is_away_once_it_is_unavailable(self) -> None:
+        made = Fallback(_Core(looks=0), timeout_s=10.0)  # type: ignore[arg-type]
+        said = iter(["DRAINING", "DRAINING", "UNAVAILABLE"])
+
+        def ask() -> Any:
+            raise statecopy.Unavailable("gone", code=next(said))
+
+        assert made.run("local_scatters", ask, lambda: "local") == "local"
+        assert made.counters()["outages"] == 1
+
+    def test_an_answer_from_before_an_outage_does_not_end_it(self) -> None:
+        made = Fallback(_Core(looks=0), timeout_s=10.0)  # type: ignore[arg-type]
+
+        def ask() -> str:
+            # Meanwhile another thread finds the daemon gone.
+            made.run("local_gathers", self.absent(), lambda: None)
+            return "late"
+
+        assert made.run("local_gathers", ask, lambda: "local") == "late"
+        assert made.run("local_gathers", self.absent(), lambda: "local") == "local"
+        assert made.counters()["outages"] == 1
 
     def test_an_absent_daemon_is_asked_for_once_in_a_while(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = [0.0]

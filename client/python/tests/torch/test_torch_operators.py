@@ -128,6 +128,24 @@ def test_a_scatter_is_kept_in_a_graph_though_it_returns_nothing(client: statecop
     cache.check()
 
 
+def test_a_backend_that_copies_the_state_cannot_lose_a_write(client: statecopy.torch.Client) -> None:
+    cache = Cache()
+    plan = plan_of(client, cache)
+    final = cache.packed(2)
+
+    def scatter(packed: torch.Tensor, indices: torch.Tensor) -> None:
+        plan.scatter(packed, indices)
+
+    with statecopy.torch.forward_context({"layers.0": plan}):
+        try:
+            torch.compile(scatter, backend="aot_eager", fullgraph=True)(final, int32(1, 2))
+        except statecopy.ArgumentError as error:
+            assert error.code == "SIGNATURE_MISMATCH"
+        else:
+            cache.scatter(final, int32(1, 2))
+    cache.check()
+
+
 class TestFakes:
     """Everything is told from metadata; no plan and no pointer is needed."""
 
