@@ -6,7 +6,6 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::iter;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use pyo3::exceptions::{PyBufferError, PyTypeError};
@@ -73,18 +72,15 @@ impl Registry {
         Self { allocations: Mutex::new(BTreeMap::new()), of_child: OnceLock::new() }
     }
 
-    /// Those of the first process, of its child, and so on to this process.
-    fn lineage() -> impl Iterator<Item = &'static Self> {
-        let next = |registry: &&'static Self| {
-            let child = registry.of_child.get_or_init(|| Box::new(Self::new()));
-            Some(&**child)
-        };
-        iter::successors(Some(&REGISTRY), next)
+    /// Those of the process that so many forks lie before.
+    fn after(forks: usize) -> &'static Self {
+        (0..forks)
+            .fold(&REGISTRY, |registry, _| registry.of_child.get_or_init(|| Box::new(Self::new())))
     }
 
     /// Those that this process made.
     fn here() -> MutexGuard<'static, ByAddress> {
-        let registry = Self::lineage().nth(Birth::here().forks()).unwrap_or(&REGISTRY);
+        let registry = Self::after(Birth::here().forks());
         registry.allocations.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -129,13 +125,13 @@ pub(crate) fn find_host(address: u64, bytes: u64) -> Option<(Arc<Allocation>, u6
     let find = |allocations: &ByAddress| {
         let (start, allocation) = allocations.range(..=address).next_back()?;
         let allocation = allocation.upgrade()?;
-        let end = (address - start).checked_add(bytes)?;
+        let end = (address - start).saturating_add(bytes);
         // One whose last owner this is goes when the lock is free again.
         Some((end <= allocation.memory.bytes(), allocation, address - start))
     };
     let own = find(&Registry::here());
     let found = own.filter(|(holds, ..)| *holds).or_else(|| {
-        let mut parents = Registry::lineage().take(Birth::here().forks());
+        let mut parents = (0..Birth::here().forks()).map(Registry::after);
         parents.find_map(|parent| find(&*parent.allocations.try_lock().ok()?))
     });
     let (holds, allocation, offset) = found?;

@@ -94,7 +94,8 @@ impl Regions {
     fn sweep(&self) {
         // SYNC: the number only tells when to look; what is looked at is behind a lock.
         let gone = memory::allocations_gone();
-        if self.swept.swap(gone, Ordering::Relaxed) != gone {
+        if self.swept.load(Ordering::Relaxed) != gone {
+            self.swept.store(gone, Ordering::Relaxed);
             self.known.sweep();
         }
     }
