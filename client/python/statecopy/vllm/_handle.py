@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import statecopy.torch
 from statecopy.errors import ArgumentError, ClosedError, Error
 from statecopy.vllm._attached import LayerStateCopy
-from statecopy.vllm._layers import PLAN_ATTRIBUTE, Layer, Predicate, find
+from statecopy.vllm._layers import PLAN_ATTRIBUTE, Layer, Predicate, find, first_of_each_cache, is_same_cache
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -44,6 +44,8 @@ class StateCopy:
         self._client = client
         self._owns_client = owns_client
         self._plans: Mapping[str, Plan] = {}
+        # By layer, the first layer with the same cache: it is registered for all of them.
+        self._registered_as: dict[str, str] = {}
         self._copies: dict[str, LayerStateCopy] = {}
         self._state = _State.ASLEEP
 
@@ -83,8 +85,15 @@ class StateCopy:
         self._refuse_when_closed("rebind")
         self._withdraw()
         states = {layer.name: layer.state() for layer in self._layers}
+        for name, first in self._registered_as.items():
+            if not is_same_cache(states[name], states[first]):
+                raise ArgumentError(
+                    f"kv_cache of layer {name!r} was that of layer {first!r} when it was registered, and is not now",
+                    remedy="Bind them to one cache again, or call initialize_state_copy again.",
+                    about=name,
+                )
         if self._client is not None:
-            self._client.rebind(states)
+            self._client.rebind({first: states[first] for first in self._plans})
         self._publish(states)
 
     def close(self) -> None:
@@ -129,10 +138,11 @@ class StateCopy:
     def __repr__(self) -> str:
         return f"StateCopy({len(self._layers)} layers, {self._state.name.lower()})"
 
-    def _start(
-        self, plans: Mapping[str, Plan], states: Mapping[str, torch.Tensor], *, null_row: NullRow, debug: bool
-    ) -> None:
-        self._plans = plans
+    def _start(self, max_num_seqs: int, states: Mapping[str, torch.Tensor], *, null_row: NullRow, debug: bool) -> None:
+        if self._client is not None:
+            self._registered_as = first_of_each_cache(states)
+            caches = {first: states[first] for first in self._registered_as.values()}
+            self._plans = self._client.register(caches, max_selected=max_num_seqs, check_unique=debug)
         for layer in self._layers:
             copy = LayerStateCopy(self, layer.name, skips_null_row=null_row == "skip", debug=debug)
             self._copies[layer.name] = copy
@@ -141,7 +151,7 @@ class StateCopy:
 
     def _publish(self, states: Mapping[str, torch.Tensor]) -> None:
         for name, state in states.items():
-            self._copies[name].wake(self._plans[name], state)
+            self._copies[name].wake(self._plans[self._registered_as[name]], state)
         # No layer may copy before each of them can.
         for layer in self._layers:
             layer.publish()
@@ -175,12 +185,14 @@ def initialize_state_copy(
 ) -> StateCopy:
     """Registers the states of all layers that take part, and attaches to each what it calls in prefill.
 
-    Call it after the runner has bound its caches, and before warm-up, graph capture and the first request; let what it
-    raises end the worker's start. A layer takes part where its class has ``_requires_kda_state_copy``, and where
+    Call it after the runner has bound its caches, and before warm-up, graph capture and the first request; let what
+    it raises end the worker's start. A layer takes part where its class has ``_requires_kda_state_copy``, and where
     ``predicate(name, layer)`` is true. Its ``kv_cache`` must be bound: a tuple or list of tensors with the state
-    ``[N, H, V, K]`` second, of exactly two for a marked layer, of at least two for one that the predicate chose; a list
-    of one such tuple, as older runners bind it, will do. Then ``layer._ascend_kda_state_copy`` is a
-    :class:`LayerStateCopy`, and ``layer._kda_state_copy_ready`` is true. Every other layer is left alone.
+    ``[N, H, V, K]`` second, of exactly two for a marked layer, of at least two for one that the predicate chose; a
+    list of one such tuple, as older runners bind it, will do. Then ``layer._ascend_kda_state_copy`` is a
+    :class:`LayerStateCopy`, and ``layer._kda_state_copy_ready`` is true. Every other layer is left alone. Layers of
+    several KV-cache groups may be bound to one memory, as vLLM does it: it is registered once, under the first one's
+    name.
 
     It is all or nothing: after a failure no layer has a state copy, neither a new one nor one of an earlier
     initialisation. Another call replaces the earlier one, as a runner needs that binds a throwaway cache while it
@@ -206,7 +218,7 @@ def initialize_state_copy(
     layers = find(static_forward_context, predicate)
     if not layers:
         empty = StateCopy([], None, owns_client=False)
-        empty._publish({})
+        empty._start(max_num_seqs, {}, null_row=null_row, debug=debug)
         return empty
     for layer in layers:
         layer.detach()
@@ -218,8 +230,7 @@ def initialize_state_copy(
         client = statecopy.torch.connect(address, device=device, **connect_options)
     handle = StateCopy(layers, client, owns_client=owns_client)
     try:
-        plans = client.register(states, max_selected=max_num_seqs, check_unique=debug)
-        handle._start(plans, states, null_row=null_row, debug=debug)
+        handle._start(max_num_seqs, states, null_row=null_row, debug=debug)
     except BaseException:
         handle.close()
         raise

@@ -112,5 +112,26 @@ def find(context: Mapping[str, Any], predicate: Predicate | None) -> list[Layer]
     return layers
 
 
+def is_same_cache(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two states are the same rows of the same memory."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and (one.device, one.dtype) == (other.device, other.dtype)
+        and (one.shape, one.stride()) == (other.shape, other.stride())
+    )
+
+
+def first_of_each_cache(states: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The first layer with the same cache, by layer: itself, unless several KV-cache groups share a memory."""
+    firsts: list[str] = []
+    found = {}
+    for name, state in states.items():
+        first = next((other for other in firsts if is_same_cache(state, states[other])), name)
+        if first == name:
+            firsts.append(name)
+        found[name] = first
+    return found
+
+
 def _kind(value: object) -> str:
     return "missing" if value is None else f"of type {type(value).__name__}"

@@ -230,6 +230,47 @@ def test_layers_of_one_layout_keep_their_own_names_and_caches(initialise: Initia
     assert other.kv_cache[1][2].eq(2).all()
 
 
+def test_layers_of_several_groups_may_share_a_memory(initialise: Initialise) -> None:
+    shared, alone = pages(6), pages(6)
+    layers = {f"model.layers.{at}": layer(caches(memory)) for at, memory in enumerate((shared, alone, shared))}
+    handle = initialise(layers)
+    assert handle.layers == tuple(layers)
+    assert is_attached(*layers.values())
+    copies = [one._ascend_kda_state_copy for one in layers.values()]
+    assert [copy.layer_name for copy in copies] == list(layers)
+    assert [copy.plan.name for copy in copies] == ["model.layers.0", "model.layers.1", "model.layers.0"]
+    # Each group has rows of its own.
+    for row, (name, one) in enumerate(layers.items(), start=1):
+        final = torch.full((1, 2, 8, 8), float(row))
+        layers[name]._ascend_kda_state_copy.scatter(one.kv_cache[1], final, torch.tensor([row]))
+    assert caches(shared)[1][:, 0, 0, 0].tolist() == [0, 1, 0, 3, 0, 0]
+    assert caches(alone)[1][:, 0, 0, 0].tolist() == [0, 0, 2, 0, 0, 0]
+
+
+def test_layers_that_share_a_memory_wake_together(initialise: Initialise) -> None:
+    first, second = layer(caches(pages(4))), KimiLayer()
+    second.kv_cache = caches(first.kv_cache[1]._base)
+    handle = initialise({"a": first, "b": second})
+    handle.release()
+    first.kv_cache, second.kv_cache = caches(pages(4)), caches(pages(4))
+    with pytest.raises(statecopy.ArgumentError, match="layer 'b' was that of layer 'a'"):
+        handle.rebind()
+    assert not handle.ready
+    memory = pages(4)
+    first.kv_cache, second.kv_cache = caches(memory), caches(memory)
+    handle.rebind()
+    second._ascend_kda_state_copy.scatter(second.kv_cache[1], torch.ones(1, 2, 8, 8), torch.tensor([3]))
+    assert first.kv_cache[1][3].eq(1).all()
+
+
+def test_layers_that_overlap_in_part_are_refused(initialise: Initialise) -> None:
+    convolution, state = caches(pages(4))
+    one, other = layer((convolution, state)), layer((convolution, state[1:]))
+    with pytest.raises(statecopy.ArgumentError, match="OVERLAP"):
+        initialise({"a": one, "b": other})
+    assert not is_attached(one, other)
+
+
 def test_a_client_of_the_callers_is_used_and_left_open(addressed: Daemon) -> None:
     marked = layer(caches(pages(4)))
     with statecopy.torch.connect() as client:
