@@ -53,6 +53,21 @@ def test_a_marked_layer_is_found_however_its_caches_are_bound(initialise: Initia
     assert not packed[1].any()
 
 
+def test_caches_may_be_views_of_raw_pages(initialise: Initialise) -> None:
+    # As MambaBase of vLLM cuts them: bytes of a page, one state after the other, each of its own type.
+    raw = statecopy.torch.empty((6, 1, 1, 1024), torch.int8)
+    cut = raw.squeeze(dim=(1, 2))
+    convolution = cut[:, :96].view(torch.bfloat16).view(-1, 12, 4)
+    state = cut[:, 96 : 96 + 512].view(torch.float32).view(-1, 2, 8, 8)
+    marked = layer((convolution, state))
+    initialise({"a": marked})
+    marked._ascend_kda_state_copy.scatter(state, torch.ones(1, 2, 8, 8), torch.tensor([5]))
+    assert state[5].eq(1).all()
+    assert not raw[:5].any()
+    assert not raw[5, 0, 0, :96].any()
+    assert not raw[5, 0, 0, 96 + 512 :].any()
+
+
 def test_an_unmarked_layer_is_left_alone(initialise: Initialise) -> None:
     attention, upstream = AttentionLayer(), layer(caches(pages(4)), UpstreamLayer)
     before = dict(vars(attention)), dict(vars(upstream))

@@ -91,6 +91,18 @@ def test_a_rebound_worker_goes_on_with_new_memory(initialise: Initialise) -> Non
         copies[0].gather(old, ROWS, TRUE)
 
 
+def test_caches_that_keep_their_address_over_sleep_wake_too(initialise: Initialise) -> None:
+    # As vLLM's sleep-mode allocator does it: the tensors stay, and the memory under them comes back.
+    layers, handle = worker(initialise)
+    handle.release()
+    for layer in layers:
+        layer.kv_cache[1].zero_()
+    handle.rebind()
+    for layer in layers:
+        layer.forward(torch.ones(1, 2, 8, 8), ROWS, TRUE)
+        assert layer.kv_cache[1][3].eq(1).all()
+
+
 def test_caches_may_be_bound_anew_without_a_release(initialise: Initialise) -> None:
     layers, handle = worker(initialise)
     bind(layers)
