@@ -8,7 +8,7 @@ mod copies;
 
 use std::ops::Range;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use statecopy_kernels::cuda::CudaGuest;
@@ -17,6 +17,7 @@ use statecopy_proto::{Direction, v1};
 use tokio::runtime::{Builder, Runtime};
 
 use crate::error::Error;
+use crate::lock::lock;
 use crate::{
     Address, ConnectOptions, Event, Layer, Memory, PlannedCopy, Progress, Rebind, Region,
     Registration, Request, Session, Slice, Use,
@@ -29,27 +30,38 @@ pub use copies::InFlight;
 
 /// A runtime that is put away without waiting, so that it may be dropped anywhere.
 #[derive(Debug)]
-struct Driver(Option<Runtime>);
+struct Background(Option<Runtime>);
 
-impl Driver {
-    fn new() -> Result<Arc<Self>, Error> {
-        let runtime = Builder::new_current_thread().enable_all().build().map_err(Error::Runtime)?;
-        Ok(Arc::new(Self(Some(runtime))))
-    }
-
-    fn drive<T>(&self, call: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
-        match &self.0 {
-            Some(runtime) => runtime.block_on(call),
-            None => Err(Error::Closed),
-        }
-    }
-}
-
-impl Drop for Driver {
+impl Drop for Background {
     fn drop(&mut self) {
         if let Some(runtime) = self.0.take() {
             runtime.shutdown_background();
         }
+    }
+}
+
+/// The runtime of one client, until it is closed.
+#[derive(Debug)]
+struct Driver(Mutex<Option<Arc<Background>>>);
+
+impl Driver {
+    fn new() -> Result<Arc<Self>, Error> {
+        let runtime = Builder::new_current_thread().enable_all().build().map_err(Error::Runtime)?;
+        Ok(Arc::new(Self(Mutex::new(Some(Arc::new(Background(Some(runtime))))))))
+    }
+
+    fn drive<T>(&self, call: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+        let running = lock(&self.0).clone();
+        match running.as_deref() {
+            Some(Background(Some(runtime))) => runtime.block_on(call),
+            Some(Background(None)) | None => Err(Error::Closed),
+        }
+    }
+
+    /// Ends the runtime, and with it every connection: nobody drives it any more, so none would end by itself.
+    fn end(&self) {
+        let running = lock(&self.0).take();
+        drop(running);
     }
 }
 
@@ -242,7 +254,13 @@ impl Client {
     /// # Errors
     /// As there.
     pub fn close(self) -> Result<(), Error> {
-        self.driver.drive(self.client.close())
+        let closed = self.driver.drive(self.client.close());
+        self.driver.end();
+        match closed {
+            // By a clone.
+            Err(Error::Closed) => Ok(()),
+            other => other,
+        }
     }
 }
 

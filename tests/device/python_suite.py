@@ -243,12 +243,11 @@ def results_go_back_to_the_pool_with_their_last_view(bed):
     assert same(view, state[3:4].contiguous())
     del view
     assert bed.client.counters()["pool_bytes_in_use"] < held
-    before, free = bed.client.counters(), torch.cuda.mem_get_info()[0]
+    before = bed.client.counters()
     for _ in range(5000):
         plan.gather(indices)
     after = bed.client.counters()
     assert after["pool_misses"] == before["pool_misses"] and after["pool_bytes"] == before["pool_bytes"], (before, after)
-    assert torch.cuda.mem_get_info()[0] == free
     return f"{after['pool_hits']} hits, {after['pool_misses']} misses"
 
 

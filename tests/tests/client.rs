@@ -8,8 +8,8 @@ use std::thread;
 use rustix::process::Signal;
 use statecopy_client::blocking::{Client, Plan};
 use statecopy_client::{
-    Address, ConnectOptions, DataType, Flags, Indices, Layer, Leaves, Memory, Rebind, RefusalCode,
-    Region, Registration, Request, Strides, Transport, Use,
+    Address, ConnectOptions, DataType, Error, Flags, Indices, Layer, Leaves, Memory, Rebind,
+    RefusalCode, Region, Registration, Request, Strides, Transport, Use,
 };
 use statecopy_tests::{Daemon, DaemonOptions, PATIENCE, runs, send_signal, until};
 
@@ -89,6 +89,22 @@ fn a_client_registers_copies_and_gives_everything_back() {
         worker.client.close().unwrap();
         until("the session is gone", || daemon.inspect().sessions.is_empty());
     }
+}
+
+#[test]
+fn a_closed_client_keeps_no_connection_whatever_of_it_is_left() {
+    let mut daemon = Daemon::start();
+    let worker = Worker::new(&daemon);
+    worker.serves();
+    let clone = worker.client.clone();
+    worker.client.close().unwrap();
+    clone.clone().close().unwrap();
+    assert!(matches!(clone.ping().unwrap_err(), Error::Closed));
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.wait().code(), Some(0));
+    let log = daemon.log();
+    assert!(!log.contains("clients kept their connections"), "{log}");
+    drop((worker.plan, clone));
 }
 
 #[test]

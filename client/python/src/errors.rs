@@ -91,11 +91,13 @@ pub(crate) fn argument(
     code: Option<RefusalCode>,
     message: &str,
 ) -> PyErr {
+    let message = format!("{about}: {message}");
     let remedy = code.map_or("Correct the argument named here.", RefusalCode::remedy);
-    argument_remedied(py, about, code, message, remedy)
+    let (family, leaves, about) = (Some("ArgumentError"), Leaves::NothingMoved, Some(about));
+    Failed { family, code, message: &message, remedy, leaves, about }.make(py)
 }
 
-/// The same with a remedy of its own.
+/// The same of the code's own family, with a remedy of its own.
 pub(crate) fn argument_remedied(
     py: Python<'_>,
     about: &str,
