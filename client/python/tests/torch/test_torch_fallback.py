@@ -313,6 +313,21 @@ class TestWhenToFallBack:
             made.run("local_gathers", self.absent("DRAINING"), lambda: pytest.fail("it was copied here"))
         assert caught.value.code == "DRAINING"
 
+    def test_while_one_call_asks_for_an_absent_daemon_the_others_do_not_wait(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = [0.0]
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        made = Fallback(_Core(looks=0), timeout_s=1.0)  # type: ignore[arg-type]
+        made.run("local_gathers", self.absent(), lambda: None)
+        now[0] += 2 * fallback.ASK_EVERY_S
+
+        def ask() -> str:
+            # Another thread's call, meanwhile.
+            return made.run("local_gathers", lambda: pytest.fail("it asked as well"), lambda: "local")
+
+        assert made.run("local_gathers", ask, lambda: "not this one's") == "local"
+
     def test_a_daemon_that_drained_is_away_once_it_is_unavailable(self) -> None:
         made = Fallback(_Core(looks=0), timeout_s=10.0)  # type: ignore[arg-type]
         said = iter(["DRAINING", "DRAINING", "UNAVAILABLE"])
