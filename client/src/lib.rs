@@ -10,6 +10,9 @@
 //! Memory of a CUDA device comes from the worker's own allocator: [`Client::register_device_memory`] finds out how it can be
 //! shared and gives its place in a region, as a layer and a packed buffer want it.
 //!
+//! A program whose buffers come and go as its framework likes finds a pool of them, and what it takes to register memory when
+//! it is first seen, in [`sharing`].
+//!
 //! It runs no kernel and starts no process. Its invariant: whatever becomes of the daemon, the client holds the plain
 //! records (memory, regions, layers) from which a session is made anew, and a copy is repeated by itself only where
 //! nothing moved.

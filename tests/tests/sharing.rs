@@ -5,6 +5,7 @@
 use std::any::Any;
 use std::process;
 use std::sync::{Arc, Weak};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
@@ -283,6 +284,45 @@ fn the_daemons_own_limit_makes_room_by_releasing_what_nobody_pinned() {
     );
     assert_eq!(pool.take(16, 0).unwrap_err().code(), Some(RefusalCode::QuotaExceeded));
     drop(lent);
+}
+
+#[test]
+fn threads_share_a_pool_and_what_is_known_of_memory() {
+    let daemon = Daemon::start();
+    let client = connect(&daemon);
+    let known = Regions::new(&client);
+    let (_cache, plan) = layer(&client, &known);
+    let pool = Pool::new(&client, Some(16 << 20));
+    let held = holder();
+    thread::scope(|scope| {
+        for worker in 0..4_u8 {
+            let (plan, pool, known, client, held) = (&plan, &pool, &known, &client, &held);
+            scope.spawn(move || {
+                let row = worker + 1;
+                let rows = [i32::from(row)];
+                let request = |at| Request::new(Indices::Int32(&rows), at).lane(worker.into());
+                for round in 0..100_u64 {
+                    let buffer = pool.take((round % 7 + 1) * PAYLOAD as u64, 0).unwrap();
+                    plan.gather(request(buffer.slice().clone())).unwrap();
+                    let gathered = buffer.memory().unwrap().read_vec(0, PAYLOAD).unwrap();
+                    assert_eq!(gathered, [10 + row; PAYLOAD]);
+                    let operand = client.allocate("operand", PAYLOAD as u64).unwrap();
+                    let place = known.of_memory(&operand, weak(held), 0, PAYLOAD as u64).unwrap();
+                    plan.gather(request(place.unwrap())).unwrap();
+                    let gathered = operand.read_vec(0, PAYLOAD).unwrap();
+                    assert_eq!(gathered, [10 + row; PAYLOAD]);
+                    if round % 10 == 9 {
+                        pool.trim();
+                        known.trim();
+                    }
+                }
+            });
+        }
+    });
+    assert_eq!(pool.counters().bytes_in_use, 0);
+    pool.trim();
+    known.trim();
+    assert_eq!((regions(&daemon), known.counters().kept), (1, 1));
 }
 
 #[test]
