@@ -7,7 +7,7 @@
 #![expect(unsafe_code, reason = "DLPack is a C interface")]
 
 use std::ffi::{CStr, c_void};
-use std::mem::ManuallyDrop;
+use std::mem::{ManuallyDrop, offset_of};
 use std::ptr;
 use std::sync::Arc;
 
@@ -145,6 +145,17 @@ pub(crate) struct DlManagedTensorVersioned {
     pub(crate) flags: u64,
     pub(crate) tensor: DlTensor,
 }
+
+// As the header of DLPack lays them out where pointers have 64 bits.
+const _: () = {
+    assert!(size_of::<DlDevice>() == 8 && size_of::<DlDataType>() == 4);
+    assert!(offset_of!(DlTensor, dtype) == 20 && offset_of!(DlTensor, byte_offset) == 40);
+    assert!(size_of::<DlTensor>() == 48);
+    assert!(offset_of!(DlManagedTensor, deleter) == 56 && size_of::<DlManagedTensor>() == 64);
+    assert!(offset_of!(DlManagedTensorVersioned, flags) == 24);
+    assert!(offset_of!(DlManagedTensorVersioned, tensor) == 32);
+    assert!(size_of::<DlManagedTensorVersioned>() == 80);
+};
 
 /// The version that is written: the first with a code for each data type.
 const VERSION: DlVersion = DlVersion { major: 1, minor: 1 };
