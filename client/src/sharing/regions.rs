@@ -1,11 +1,12 @@
 //! Allocations that are registered when they are first seen.
 //!
 //! ```text
-//!          slice                   another allocation there,
-//!  unseen -------> known          the holder gone, least recently used, trim
-//!                  |  ^  ---------------------------------------------------> released
-//!              pin v  | unpin
-//!                 pinned ---------- another allocation there, pin_only ----> released
+//!          of_memory, of_device         another allocation there, the holder gone,
+//!  unseen ----------------------> known     least recently used, trim
+//!     |                             |  ----------------------------------------> released
+//!     | pin_memory, pin_device      v pin                                           ^
+//!     +--------------------------> pinned ------------------------------------------+
+//!                                          another allocation there, pin_only
 //! ```
 
 use std::any::Any;
