@@ -173,13 +173,13 @@ def test_a_failure_leaves_no_plan_of_anybody_else_either(initialise: Initialise)
     assert not is_attached(good, bad)
 
 
-def test_a_failure_ends_the_session_that_it_opened(initialise: Initialise, addressed: Daemon) -> None:
+def test_a_failure_ends_the_session_that_it_opened(daemon: Daemon) -> None:
     bad = layer(caches(torch.zeros(4, 256)))
-    before = addressed.metric("statecopy_sessions")
     # Who holds the exception holds the frames that it came through.
     with pytest.raises(statecopy.HandleError, match=r"statecopy\.torch\.empty") as caught:
-        initialise({"a": bad})
-    eventually("the session ends", lambda: addressed.metric("statecopy_sessions") == before)
+        initialize_state_copy({"a": bad}, 4, address=daemon.address)
+    assert daemon.metric("statecopy_sessions_opened_total") == 1
+    eventually("the session ends", lambda: daemon.metric("statecopy_sessions") == 0)
     assert caught.value.__traceback__ is not None
     assert not is_attached(bad)
 
