@@ -23,11 +23,19 @@ pub(crate) struct Manner {
 
 impl Manner {
     /// # Errors
-    /// ArgumentError for a time that is none.
-    pub(crate) fn new(py: Python<'_>, lane: Option<u32>, timeout_s: Option<f64>) -> PyResult<Self> {
+    /// ArgumentError for a lane or a time that is none.
+    pub(crate) fn new(py: Python<'_>, lane: Option<i64>, timeout_s: Option<f64>) -> PyResult<Self> {
+        let lane = lane.map(|number| lane_of(py, number)).transpose()?;
         let deadline = timeout_s.map(|seconds| seconds_of(py, "timeout_s", seconds)).transpose()?;
         Ok(Self { lane, deadline })
     }
+}
+
+fn lane_of(py: Python<'_>, number: i64) -> PyResult<u32> {
+    u32::try_from(number).map_err(|_| {
+        let message = format!("{number} was given; a number from 0 to {} is needed", u32::MAX);
+        errors::argument(py, "lane", None, &message)
+    })
 }
 
 /// # Errors

@@ -304,17 +304,30 @@ impl Tensor {
     }
 }
 
+/// A shape, as NumPy and torch take it too.
+#[derive(FromPyObject)]
+pub(crate) enum Sizes {
+    /// Of one axis.
+    One(i64),
+    /// Of each axis.
+    All(Vec<i64>),
+}
+
 /// Memory that a client can share: zeroed, and of no cost until it is touched. Strides count elements; without them the
 /// elements lie without gaps.
 #[pyfunction]
 #[pyo3(signature = (shape, dtype, strides=None))]
 pub(crate) fn empty(
     py: Python<'_>,
-    shape: Vec<i64>,
+    shape: Sizes,
     dtype: &Bound<'_, PyAny>,
     strides: Option<Vec<i64>>,
 ) -> PyResult<Tensor> {
     let dtype = read_data_type(dtype)?;
+    let shape = match shape {
+        Sizes::One(size) => vec![size],
+        Sizes::All(sizes) => sizes,
+    };
     let shape = read_sizes(py, "shape", shape, 1)?;
     let strides = match strides {
         Some(strides) if strides.len() != shape.len() => {

@@ -115,6 +115,7 @@ struct Role {
 const INDICES: Role = Role { name: "indices", code: RefusalCode::IndexType };
 const FLAGS: Role = Role { name: "flags", code: RefusalCode::FlagsMismatch };
 const PACKED: Role = Role { name: "packed", code: RefusalCode::PackedMismatch };
+const OUT: Role = Role { name: "out", code: RefusalCode::PackedMismatch };
 
 impl Role {
     fn wrong(self, py: Python<'_>, message: &str) -> PyErr {
@@ -235,14 +236,14 @@ impl<'a> Asker<'a> {
     }
 
     /// What a packed tensor of that shape must be.
-    fn check_packed(self, py: Python<'_>, view: &View, shape: &[u64]) -> PyResult<()> {
+    fn check_packed(self, py: Python<'_>, view: &View, shape: &[u64], role: Role) -> PyResult<()> {
         let same = view.shape.len() == shape.len()
             && view.shape.iter().zip(shape).all(|(given, wanted)| given.cast_unsigned() == *wanted);
         if same {
             return Ok(());
         }
         let message = format!("a tensor of shape {:?} was given; {shape:?} is needed", view.shape);
-        Err(PACKED.wrong(py, &message))
+        Err(role.wrong(py, &message))
     }
 
     /// The packed operand that a scatter reads, made contiguous and of the cache's dtype where the tensor library can.
@@ -251,7 +252,7 @@ impl<'a> Asker<'a> {
     /// ArgumentError, as PACKED_MISMATCH.
     pub(crate) fn packed_in(self, object: &Bound<'_, PyAny>, shape: &[u64]) -> PyResult<Shared> {
         let view = self.view(object, PACKED)?;
-        self.check_packed(object.py(), &view, shape)?;
+        self.check_packed(object.py(), &view, shape, PACKED)?;
         if self.fits_packed(&view) {
             return self.share_or_copy(object, &view);
         }
@@ -278,15 +279,15 @@ impl<'a> Asker<'a> {
         shape: &[u64],
     ) -> PyResult<(View, Option<Shared>)> {
         let py = object.py();
-        let view = self.view(object, Role { name: "out", ..PACKED })?;
-        self.check_packed(py, &view, shape)?;
+        let view = self.view(object, OUT)?;
+        self.check_packed(py, &view, shape, OUT)?;
         if !self.fits_packed(&view) {
             let (found, needed) = (view.element.label(), self.facts.dtype.label());
             let message = format!(
                 "a tensor of dtype {found} and strides {:?} was given; a contiguous one of {needed} is needed",
                 view.strides
             );
-            return Err(Role { name: "out", ..PACKED }.wrong(py, &message));
+            return Err(OUT.wrong(py, &message));
         }
         let shared = self.in_place(object, &view)?;
         Ok((view, shared))

@@ -53,7 +53,7 @@ impl Inner {
     fn prepare_gather(
         &self,
         arguments: (Object<'_, '_>, Object<'_, '_>, Object<'_, '_>),
-        (lane, timeout_s): (Option<u32>, Option<f64>),
+        (lane, timeout_s): (Option<i64>, Option<f64>),
     ) -> PyResult<Prepared> {
         let py = arguments.0.py();
         let manner = Manner::new(py, lane, timeout_s)?;
@@ -63,7 +63,7 @@ impl Inner {
     fn prepare_scatter(
         &self,
         arguments: (Object<'_, '_>, Object<'_, '_>),
-        (lane, timeout_s): (Option<u32>, Option<f64>),
+        (lane, timeout_s): (Option<i64>, Option<f64>),
     ) -> PyResult<Prepared> {
         let py = arguments.0.py();
         let manner = Manner::new(py, lane, timeout_s)?;
@@ -113,7 +113,7 @@ macro_rules! plan_class {
                 indices: &Bound<'py, PyAny>,
                 flags: Option<&Bound<'py, PyAny>>,
                 out: Option<&Bound<'py, PyAny>>,
-                lane: Option<u32>,
+                lane: Option<i64>,
                 timeout_s: Option<f64>,
             ) -> PyResult<Bound<'py, PyAny>> {
                 let none = py.None().into_bound(py);
@@ -127,7 +127,7 @@ macro_rules! plan_class {
                 py: Python<'_>,
                 packed: &Bound<'_, PyAny>,
                 indices: &Bound<'_, PyAny>,
-                lane: Option<u32>,
+                lane: Option<i64>,
                 timeout_s: Option<f64>,
             ) -> PyResult<()> {
                 self.0.prepare_scatter((packed, indices), (lane, timeout_s))?.run(py).map(drop)
@@ -140,7 +140,7 @@ macro_rules! plan_class {
                 indices: &Bound<'_, PyAny>,
                 flags: Option<&Bound<'_, PyAny>>,
                 out: Option<&Bound<'_, PyAny>>,
-                lane: Option<u32>,
+                lane: Option<i64>,
                 timeout_s: Option<f64>,
             ) -> PyResult<Pending> {
                 let none = py.None().into_bound(py);
@@ -155,7 +155,7 @@ macro_rules! plan_class {
                 py: Python<'_>,
                 packed: &Bound<'_, PyAny>,
                 indices: &Bound<'_, PyAny>,
-                lane: Option<u32>,
+                lane: Option<i64>,
                 timeout_s: Option<f64>,
             ) -> PyResult<Pending> {
                 let prepared = self.0.prepare_scatter((packed, indices), (lane, timeout_s))?;

@@ -43,7 +43,9 @@ class Error(RuntimeError):
         leaves: Leaves = "nothing_moved",
         about: str | None = None,
     ) -> None:
-        super().__init__(" ".join(part for part in (_headed(code, message), remedy) if part))
+        # What the message says already is not said twice.
+        says_so = remedy.rstrip(".").casefold() in message.casefold()
+        super().__init__(_headed(code, message) if says_so else f"{_headed(code, message)} {remedy}")
         self.code = code
         self.remedy = remedy
         self.leaves = leaves
