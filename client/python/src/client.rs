@@ -157,8 +157,8 @@ impl Client {
             "a cache of dtype {}, shape {:?} and strides {:?} was given; the layer was registered with {}, {:?} and {:?}",
             found.0, found.1, found.2, wanted.0, wanted.1, wanted.2
         );
-        let code = Some(RefusalCode::SignatureMismatch);
-        Err(errors::argument(py, &cache.name, code, &message))
+        let code = RefusalCode::SignatureMismatch;
+        Err(errors::argument_remedied(py, &cache.name, Some(code), &message, code.remedy()))
     }
 
     fn place(&self, py: Python<'_>, name: &str, view: &View, item_bytes: u64) -> PyResult<Slice> {
