@@ -152,7 +152,7 @@ class Client:
             self._plans[name]._bind(state)
 
     def release(self) -> None:
-        """Withdraws the layers and gives their memory back, before the worker sleeps. ``rebind`` brings them back."""
+        """Gives the memory of the published layers back, before the worker sleeps. :meth:`rebind` wakes them."""
         self._core.release()
         for plan in self._plans.values():
             plan._bind(None)

@@ -15,6 +15,17 @@ from statecopy.torch.checks import check_flags, check_indices, check_packed, che
 from statecopy.torch.memory import bits
 
 
+def operands(
+    state: torch.Tensor, indices: torch.Tensor | Sequence[int], flags: torch.Tensor | Sequence[bool] | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Indices and flags as tensors: the daemon takes lists too, of INT64 and of bools."""
+    if not isinstance(indices, torch.Tensor):
+        indices = torch.tensor(indices, dtype=torch.int64, device=state.device)
+    if flags is not None and not isinstance(flags, torch.Tensor):
+        flags = torch.tensor(flags, dtype=torch.bool, device=state.device)
+    return indices, flags
+
+
 def gather(
     states: Sequence[torch.Tensor], indices: torch.Tensor, flags: torch.Tensor | None, max_selected: int
 ) -> torch.Tensor:

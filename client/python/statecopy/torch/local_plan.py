@@ -8,7 +8,7 @@ import torch
 from torch.compiler import is_compiling
 
 from statecopy.torch import local_copy
-from statecopy.torch.plan import BindingSet, Plan
+from statecopy.torch.plan import BindingSet, Flags, Indices, Plan
 
 if TYPE_CHECKING:
     from statecopy import _core
@@ -27,8 +27,8 @@ class LocalPlan(Plan):
 
     def gather(
         self,
-        indices: torch.Tensor,
-        flags: torch.Tensor | None = None,
+        indices: Indices,
+        flags: Flags = None,
         *,
         out: torch.Tensor | None = None,
         lane: int | None = None,
@@ -43,14 +43,15 @@ class LocalPlan(Plan):
             return packed
 
         def copy() -> torch.Tensor:
-            return local_copy.finish(local_copy.gather([self.state], indices, flags, self.max_selected)[0], out)
+            rows, truths = local_copy.operands(self.state, indices, flags)
+            return local_copy.finish(local_copy.gather([self.state], rows, truths, self.max_selected)[0], out)
 
         return self._fallback.run("local_gathers", ask, copy)
 
     def scatter(
         self,
         packed: torch.Tensor,
-        indices: torch.Tensor,
+        indices: Indices,
         *,
         lane: int | None = None,
         timeout_s: float | None = None,
@@ -64,9 +65,10 @@ class LocalPlan(Plan):
             self._scatter(packed, indices, lane=lane, timeout_s=timeout_s)
 
         def copy() -> None:
+            rows, _ = local_copy.operands(self.state, indices, None)
             if self._check_unique:
-                local_copy.check_unique(self.state, indices)
-            local_copy.scatter([self.state], packed.unsqueeze(0), indices, self.max_selected)
+                local_copy.check_unique(self.state, rows)
+            local_copy.scatter([self.state], packed.unsqueeze(0), rows, self.max_selected)
 
         self._fallback.run("local_scatters", ask, copy)
 
@@ -83,8 +85,8 @@ class LocalBindingSet(BindingSet):
 
     def gather_all(
         self,
-        indices: torch.Tensor,
-        flags: torch.Tensor | None = None,
+        indices: Indices,
+        flags: Flags = None,
         *,
         out: torch.Tensor | None = None,
         lane: int | None = None,
@@ -98,14 +100,15 @@ class LocalBindingSet(BindingSet):
 
         def copy() -> torch.Tensor:
             states = [plan.state for plan in self.plans]
-            return local_copy.finish(local_copy.gather(states, indices, flags, self.max_selected), out)
+            rows, truths = local_copy.operands(states[0], indices, flags)
+            return local_copy.finish(local_copy.gather(states, rows, truths, self.max_selected), out)
 
         return self._fallback.run("local_gathers", ask, copy)
 
     def scatter_all(
         self,
         packed: torch.Tensor,
-        indices: torch.Tensor,
+        indices: Indices,
         *,
         lane: int | None = None,
         timeout_s: float | None = None,
@@ -118,8 +121,9 @@ class LocalBindingSet(BindingSet):
 
         def copy() -> None:
             states = [plan.state for plan in self.plans]
+            rows, _ = local_copy.operands(states[0], indices, None)
             if self._check_unique:
-                local_copy.check_unique(states[0], indices)
-            local_copy.scatter(states, packed, indices, self.max_selected)
+                local_copy.check_unique(states[0], rows)
+            local_copy.scatter(states, packed, rows, self.max_selected)
 
         self._fallback.run("local_scatters", ask, copy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch.compiler import is_compiling
@@ -11,7 +11,13 @@ from statecopy.errors import ArgumentError, HandleError
 from statecopy.torch.memory import dtype_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from statecopy import _core
+
+# A list of integers is INT64; it goes with the request, as the values of a device's tensor never do.
+Indices: TypeAlias = "torch.Tensor | Sequence[int]"
+Flags: TypeAlias = "torch.Tensor | Sequence[bool] | None"
 
 _NOT_COMPILED = (
     "A binding set cannot be compiled. Call it outside of compiled code, or compile copies of single layers."
@@ -34,8 +40,8 @@ class Plan:
 
     def gather(
         self,
-        indices: torch.Tensor,
-        flags: torch.Tensor | None = None,
+        indices: Indices,
+        flags: Flags = None,
         *,
         out: torch.Tensor | None = None,
         lane: int | None = None,
@@ -43,9 +49,9 @@ class Plan:
     ) -> torch.Tensor:
         """``packed[s] = state[indices[s]]`` where the index is valid and the flag is true; else zeros.
 
-        ``indices`` is a vector of INT32 or INT64, ``flags`` has one element of an integer or bool type for each. Gives
-        a tensor ``[selected, H, V, K]`` of its own, or ``out``. Raises ``statecopy.Error`` before anything moves,
-        unless its ``leaves`` says otherwise.
+        ``indices`` is a vector of INT32 or INT64, ``flags`` has one element of an integer or bool type for each; either
+        may be a list. Gives a tensor ``[selected, H, V, K]`` of its own, or ``out``. Raises ``statecopy.Error`` before
+        anything moves, unless its ``leaves`` says otherwise.
         """
         if is_compiling():
             return self._traced_gather(indices, flags, (out, lane, timeout_s))
@@ -55,7 +61,7 @@ class Plan:
     def scatter(
         self,
         packed: torch.Tensor,
-        indices: torch.Tensor,
+        indices: Indices,
         *,
         lane: int | None = None,
         timeout_s: float | None = None,
@@ -71,8 +77,8 @@ class Plan:
 
     def submit_gather(
         self,
-        indices: torch.Tensor,
-        flags: torch.Tensor | None = None,
+        indices: Indices,
+        flags: Flags = None,
         *,
         out: torch.Tensor | None = None,
         lane: int | None = None,
@@ -84,7 +90,7 @@ class Plan:
     def submit_scatter(
         self,
         packed: torch.Tensor,
-        indices: torch.Tensor,
+        indices: Indices,
         *,
         lane: int | None = None,
         timeout_s: float | None = None,
@@ -92,15 +98,13 @@ class Plan:
         """Submits a scatter: a pending copy that is waited for by ``wait()`` or ``await``."""
         return self._core.submit_scatter(packed, indices, lane=lane, timeout_s=timeout_s)
 
-    def _traced_gather(
-        self, indices: torch.Tensor, flags: torch.Tensor | None, options: tuple[object, ...]
-    ) -> torch.Tensor:
+    def _traced_gather(self, indices: Indices, flags: Flags, options: tuple[object, ...]) -> torch.Tensor:
         _no_options(options)
         gather = torch.ops.statecopy.kda_state_gather.default
         packed: torch.Tensor = gather(self.state, indices, flags, self.layer or "")
         return packed
 
-    def _traced_scatter(self, packed: torch.Tensor, indices: torch.Tensor, options: tuple[object, ...]) -> None:
+    def _traced_scatter(self, packed: torch.Tensor, indices: Indices, options: tuple[object, ...]) -> None:
         _no_options(options)
         # The overload by its name: a graph knows of its schema that it mutates, and does not drop it as dead code.
         torch.ops.statecopy.kda_state_scatter.default(self.state, packed, indices, self.layer or "")
@@ -175,7 +179,7 @@ class Plan:
         """The plan kind that the daemon chose: "fused" or "byte_copy"."""
         return self._core.kind
 
-    def route(self, indices: torch.Tensor) -> _core.Route:
+    def route(self, indices: Indices) -> _core.Route:
         """How indices would travel: ``how`` is in_place, inline or copied, ``address`` that of the request."""
         return self._core.route(indices)
 
@@ -192,8 +196,8 @@ class BindingSet:
 
     def gather_all(
         self,
-        indices: torch.Tensor,
-        flags: torch.Tensor | None = None,
+        indices: Indices,
+        flags: Flags = None,
         *,
         out: torch.Tensor | None = None,
         lane: int | None = None,
@@ -208,7 +212,7 @@ class BindingSet:
     def scatter_all(
         self,
         packed: torch.Tensor,
-        indices: torch.Tensor,
+        indices: Indices,
         *,
         lane: int | None = None,
         timeout_s: float | None = None,
@@ -220,8 +224,8 @@ class BindingSet:
 
     def submit_gather_all(
         self,
-        indices: torch.Tensor,
-        flags: torch.Tensor | None = None,
+        indices: Indices,
+        flags: Flags = None,
         *,
         out: torch.Tensor | None = None,
         lane: int | None = None,
@@ -233,7 +237,7 @@ class BindingSet:
     def submit_scatter_all(
         self,
         packed: torch.Tensor,
-        indices: torch.Tensor,
+        indices: Indices,
         *,
         lane: int | None = None,
         timeout_s: float | None = None,

@@ -158,6 +158,7 @@ def test_an_outage_is_met_by_sets_tensors_of_the_caller_and_debug(daemon: Daemon
         indices = int64(4, -1, 0)
         expected = torch.stack([cache.gathered(indices) for cache in caches])
         assert same_bits(kda.gather_all(indices), expected)
+        assert same_bits(plan.gather([4, -1, 0], [True, True, True]), expected[0]), "lists serve as well"
         out = torch.empty(3, 2, 4, 4)
         assert plan.gather(indices, out=out) is out
         assert same_bits(out, expected[0])
@@ -224,6 +225,24 @@ def test_threads_go_on_through_an_outage_and_back(
     assert raised == []
     for cache in caches:
         cache.check()
+
+
+def test_over_grpc_an_outage_is_met_as_well(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallback, "ASK_EVERY_S", 0.05)
+    with statecopy.torch.connect(daemon.address, on_unavailable="local", transport="grpc") as client:
+        cache = Cache()
+        plan = plan_of(client, cache)
+        assert same_bits(plan.gather(int32(1)), cache.gathered(int32(1)))
+        daemon.kill()
+        assert same_bits(plan.gather(int32(2)), cache.gathered(int32(2)))
+        assert client.counters()["local_gathers"] == 1
+        daemon.restart()
+
+        def served() -> bool:
+            assert same_bits(plan.gather(int32(3)), cache.gathered(int32(3)))
+            return client.counters()["gathers"] > 1
+
+        eventually("the next daemon serves", served)
 
 
 def test_a_refusal_is_never_fallen_back_from(daemon: Daemon, local: statecopy.torch.Client) -> None:
