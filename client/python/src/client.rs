@@ -191,13 +191,14 @@ impl Client {
         &self,
         py: Python<'py>,
         layers: &Bound<'py, PyMapping>,
-        max_selected: u64,
+        max_selected: &Bound<'py, PyAny>,
         sets: BTreeMap<String, Vec<String>>,
         check_unique: bool,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<(Bound<'py, PyDict>, Bound<'py, PyDict>)> {
         let session = &self.session;
         session.check(py)?;
+        let max_selected = read_rows(max_selected)?;
         let caches = self.caches(layers, max_selected, check_unique)?;
         let mut registration = Registration::new();
         for cache in &caches {
@@ -370,6 +371,14 @@ fn registered(caches: Vec<Cache>) -> BTreeMap<String, Registered> {
         (cache.name, Registered { _tensor: cache.tensor, region: cache.layer.region })
     };
     caches.into_iter().map(each).collect()
+}
+
+/// A count of rows, as the wire has it.
+fn read_rows(max_selected: &Bound<'_, PyAny>) -> PyResult<u64> {
+    max_selected.extract().map_err(|_| {
+        let message = format!("{max_selected} was given; a positive integer is needed");
+        errors::argument(max_selected.py(), "max_selected", None, &message)
+    })
 }
 
 fn tell(progress: &Py<PyAny>, now: Progress) -> PyResult<()> {

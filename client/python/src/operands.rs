@@ -17,6 +17,7 @@ use statecopy_client::{DataType, Flags, IndexWidth, Indices, RefusalCode, Slice}
 
 use crate::bytes;
 use crate::errors;
+use crate::memory::find_host;
 use crate::plan::Facts;
 use crate::session::Session;
 use crate::view::{View, Whose, is_torch};
@@ -289,7 +290,20 @@ impl<'a> Asker<'a> {
             );
             return Err(OUT.wrong(py, &message));
         }
+        if view.is_read_only {
+            return Err(OUT.wrong(py, "a read-only tensor was given"));
+        }
         let shared = self.in_place(object, &view)?;
+        // Copied back, it would go past the daemon's check that it overlaps no cache.
+        let is_aligned = view.address.is_multiple_of(ALIGNMENT);
+        let bytes = view.span_bytes(self.facts.dtype.item_bytes());
+        if !is_aligned && self.is_inline(&view) && find_host(view.address, bytes).is_some() {
+            let message = format!(
+                "a tensor of shared memory at address {:#x} was given; a multiple of {ALIGNMENT} is needed",
+                view.address
+            );
+            return Err(OUT.wrong(py, &message));
+        }
         Ok((view, shared))
     }
 

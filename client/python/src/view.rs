@@ -70,6 +70,8 @@ pub(crate) struct View {
     pub(crate) shape: Vec<i64>,
     /// In elements.
     pub(crate) strides: Vec<i64>,
+    /// Whether its owner lets nobody write it.
+    pub(crate) is_read_only: bool,
     _lent: Lent,
 }
 
@@ -123,6 +125,7 @@ impl View {
             address: tensor.place().address,
             shape: signed(tensor.sizes()),
             strides: signed(tensor.element_strides()),
+            is_read_only: false,
             _lent: Lent::Nothing,
         }
     }

@@ -93,7 +93,16 @@ pub(super) fn view(object: &Bound<'_, PyAny>) -> PyResult<Option<View>> {
     };
     let (address, element) = (found.buf.addr() as u64, element(found.format, item));
     let whose = Whose::Of(Device::Host);
-    Ok(Some(View { whose, element, address, shape, strides, _lent: Lent::Buffer(lent) }))
+    let is_read_only = found.readonly != 0;
+    Ok(Some(View {
+        whose,
+        element,
+        address,
+        shape,
+        strides,
+        is_read_only,
+        _lent: Lent::Buffer(lent),
+    }))
 }
 
 fn axes(first: *const isize, rank: usize) -> Option<Vec<i64>> {

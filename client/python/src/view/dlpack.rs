@@ -74,7 +74,9 @@ pub(super) fn view(object: &Bound<'_, PyAny>, argument: &str) -> PyResult<View> 
         (kind, _) => Whose::Elsewhere(kind),
     };
     let element = element(tensor.dtype);
-    Ok(View { whose, element, address, shape, strides, _lent: Lent::DlPack(borrowed) })
+    // An unversioned capsule cannot say that it is read-only: producers of such memory refuse to make one.
+    let (is_read_only, _lent) = (false, Lent::DlPack(borrowed));
+    Ok(View { whose, element, address, shape, strides, is_read_only, _lent })
 }
 
 /// The numbers of one axis after another.

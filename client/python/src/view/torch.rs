@@ -60,7 +60,7 @@ pub(super) fn view(tensor: &Bound<'_, PyAny>, argument: &str) -> PyResult<View> 
         return Err(no_memory(tensor, argument, "has no memory any more: its storage was freed"));
     }
     let element = element(tensor)?;
-    Ok(View { whose, element, address, shape, strides, _lent: Lent::Nothing })
+    Ok(View { whose, element, address, shape, strides, is_read_only: false, _lent: Lent::Nothing })
 }
 
 fn whose(tensor: &Bound<'_, PyAny>) -> PyResult<Whose> {
