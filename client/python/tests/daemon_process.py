@@ -11,7 +11,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,15 +52,30 @@ def runs(pid: int) -> bool:
     return _state_and_parent(pid)[0] not in ("", "Z")
 
 
-class Daemon:
-    """`statecopyd serve`, ready from the start. Further arguments are the command's own: `--device`, `--spin-us`."""
+def stop(pid: int) -> None:
+    """Stops a process, and waits until every thread of it stands still."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
 
-    def __init__(self, *arguments: str) -> None:
+    def still() -> bool:
+        return all(_state_and_parent_in(task / "stat")[0] == "T" for task in tasks.iterdir())
+
+    eventually("every thread stands still", still)
+
+
+class Daemon:
+    """`statecopyd serve`, ready from the start.
+
+    Further arguments are the command's own (`--device`, `--spin-us`), and ``variables`` are added to its environment.
+    """
+
+    def __init__(self, *arguments: str, variables: Mapping[str, str] | None = None) -> None:
         # A short path: a socket's has at most 107 bytes.
         self._home = Path(tempfile.mkdtemp(prefix="sc-"))
         self.runtime = self._home / "run"
         self._log = self._home / "log"
         self._arguments = arguments
+        self._variables = dict(variables or {})
         self._device_processes: list[int] = []
         self._killed = False
         self._start()
@@ -105,10 +120,12 @@ class Daemon:
             return False
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's series."""
-        with urllib.request.urlopen(f"http://{self._http_address}/metrics", timeout=PATIENCE_S) as reply:
+        """The value of a metric, added up over its labels."""
+        with urllib.request.urlopen(f"http://{self._http_address}/metrics", timeout=5) as reply:
             text = reply.read().decode()
-        return sum(map(float, re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)))
+        values = re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+        assert values, f"no metric {name}:\n{text}"
+        return sum(map(float, values))
 
     def kill(self) -> None:
         """Kills the supervisor, and waits until its device process is gone too."""
@@ -154,7 +171,7 @@ class Daemon:
 
     def _start(self) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("STATECOPY_")}
-        environment["XDG_CACHE_HOME"] = str(self._home / "cache")
+        environment |= {"XDG_CACHE_HOME": str(self._home / "cache"), **self._variables}
         self._killed = False
         with self._log.open("ab") as log:
             begin = log.tell()
@@ -190,8 +207,12 @@ def _children(pid: int) -> list[int]:
 
 
 def _state_and_parent(pid: int) -> tuple[str, int]:
+    return _state_and_parent_in(Path(f"/proc/{pid}/stat"))
+
+
+def _state_and_parent_in(stat: Path) -> tuple[str, int]:
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        text = stat.read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return "", 0
     # They stand behind the name, which is in parentheses.

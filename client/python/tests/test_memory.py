@@ -36,10 +36,12 @@ def mappings(name: str = "statecopy.empty") -> int:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_mapped() -> Iterator[None]:
+    # What a failed test left behind goes whenever it likes.
+    gc.collect()
     before = mappings()
     yield
     gc.collect()
-    assert mappings() == before
+    assert mappings() <= before
 
 
 class TestEmpty:
