@@ -11,7 +11,7 @@ use tokio::sync::mpsc;
 use tokio_util::task::AbortOnDropHandle;
 
 use crate::config::{self, ConfigError, Flags, Loaded, SelfProgram};
-use crate::device_process;
+use crate::device_process::{self, DeviceProcessError};
 use crate::supervisor::{self, Outcome, RuntimeDirectoryError, SupervisorError, logging};
 
 /// Threads of the supervisor: it serves control, never data.
@@ -177,6 +177,8 @@ fn serve(flags: &Flags, program: SelfProgram) -> Exit {
 fn become_device_process() -> Exit {
     match device_process::run() {
         Ok(()) => Exit::Done,
+        // The supervisor was told, and says it: once is enough.
+        Err(DeviceProcessError::Refused(_)) => Exit::Unavailable,
         Err(error) => complain(&error, Exit::Unavailable),
     }
 }

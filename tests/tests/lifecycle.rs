@@ -217,6 +217,33 @@ fn drain_by_a_call_is_sigterm() {
 }
 
 #[test]
+fn a_start_that_fails_says_why_once() {
+    let elsewhere = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = elsewhere.local_addr().unwrap().to_string();
+    for (variables, code, reason) in [
+        (
+            &[
+                ("STATECOPY_DEVICES", "cuda:0"),
+                ("STATECOPY_CUDA__DRIVER_LIBRARY", "/nowhere/libcuda.so.1"),
+            ][..],
+            69,
+            "/nowhere/libcuda.so.1",
+        ),
+        (&[("STATECOPY_HTTP_ADDRESS", taken.as_str())], 71, taken.as_str()),
+        (&[("STATECOPY_SLOTS", "3")], 78, "slots"),
+    ] {
+        let options = variables
+            .iter()
+            .fold(DaemonOptions::default(), |options, (name, value)| options.variable(name, value));
+        let mut daemon = options.spawn();
+        assert_eq!(daemon.wait().code(), Some(code), "{variables:?}: {}", daemon.log());
+        let log = daemon.log();
+        let telling = log.lines().filter(|line| line.contains(reason)).count();
+        assert_eq!((telling, log.matches("statecopyd: ").count()), (1, 1), "{log}");
+    }
+}
+
+#[test]
 fn pending_descriptors_are_bounded_and_given_back() {
     let daemon = DaemonOptions::default().setting("limits.descriptors_pending_max", "70").start();
     let before = baseline(&daemon);
