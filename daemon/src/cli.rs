@@ -264,6 +264,45 @@ mod tests {
     }
 
     #[test]
+    fn every_flag_states_the_default_of_its_setting() {
+        let mut command = Arguments::command();
+        command.build();
+        let defaults = config::Settings::default();
+        for name in ["serve", "config"] {
+            let flags = command.find_subcommand(name).unwrap();
+            let help = |id: &str| {
+                let flag = flags.get_arguments().find(|flag| flag.get_id() == id).unwrap();
+                flag.get_help().unwrap().to_string()
+            };
+            let of_the_command = ["help", "version", "json"];
+            let ids = flags.get_arguments().map(|flag| flag.get_id().as_str());
+            for id in ids.filter(|id| !of_the_command.contains(id)) {
+                assert_eq!(help(id).matches("[default: ").count(), 1, "{id}: {}", help(id));
+            }
+            for (id, default) in [
+                ("config", "/etc/statecopy/statecopyd.toml, where it is there"),
+                (
+                    "runtime_dir",
+                    "$XDG_RUNTIME_DIR/statecopy, or /run/statecopy where that is not set",
+                ),
+                ("devices", "host"),
+                ("http_address", &defaults.http_address),
+                ("allow_uids", "none"),
+                ("drain_grace_ms", &defaults.drain_grace_ms.to_string()),
+                ("copy_threads", "as many as the process may use"),
+                ("spin_us", &defaults.spin_us.to_string()),
+                ("busy_poll", "false"),
+                ("executor_cpu", "any"),
+                ("abort_after_seal", "false"),
+                ("log_format", defaults.log.format.label()),
+                ("log_level", &defaults.log.level),
+            ] {
+                assert!(help(id).ends_with(&format!("[default: {default}]")), "{}", help(id));
+            }
+        }
+    }
+
+    #[test]
     fn flags_of_serve_and_config_are_the_same() {
         let arguments = |command| {
             let line =

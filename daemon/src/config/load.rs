@@ -3,6 +3,7 @@
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
+use clap::Arg;
 use config::builder::{ConfigBuilder, DefaultState};
 use config::{Config, File, FileFormat};
 use statecopy_kernels::cuda::store::default_directory;
@@ -19,10 +20,13 @@ const OF_CLIENTS: [&str; 1] = ["STATECOPY_ADDR"];
 const SEPARATOR: &str = "__";
 
 /// The settings that flags can give. A flag that was not given is `None` or empty.
+///
+/// Each is named for its setting, of which its help takes the default.
 #[derive(Debug, Clone, Default, clap::Args)]
+#[command(mut_args(with_default))]
 pub struct Flags {
-    /// Read this file in place of /etc/statecopy/statecopyd.toml
-    #[arg(long, value_name = "FILE")]
+    /// A file in place of the usual one.
+    #[arg(long, value_name = "FILE", help = format!("Read this file [default: {DEFAULT_FILE}, where it is there]"))]
     pub config: Option<PathBuf>,
     /// Directory of the sockets and of the lock
     #[arg(long, value_name = "DIR")]
@@ -60,6 +64,17 @@ pub struct Flags {
     /// error, warn, info, debug or trace, or filters for single modules
     #[arg(long, value_name = "LEVEL")]
     pub log_level: Option<String>,
+}
+
+/// Adds to a flag's help what holds without it.
+fn with_default(flag: Arg) -> Arg {
+    let id = flag.get_id().as_str();
+    // A flag is named for its key, with or without the table.
+    let named = |key: &String| key.replace('.', "_") == id || key.rsplit('.').next() == Some(id);
+    let Some(key) = Settings::keys().into_iter().find(named) else { return flag };
+    let help = flag.get_help().map(ToString::to_string).unwrap_or_default();
+    let default = Settings::default_of(&key);
+    flag.help(format!("{help} [default: {default}]"))
 }
 
 /// The effective settings.

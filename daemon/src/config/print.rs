@@ -35,6 +35,36 @@ impl Settings {
     pub(crate) fn is_list(key: &str) -> bool {
         table(&Self::default()).get(key).is_some_and(toml::Value::is_array)
     }
+
+    /// What holds where a setting is not set: in the words of its documentation if it has any, else its value.
+    pub(crate) fn default_of(key: &str) -> String {
+        let defaults = table(&Self::default());
+        let (name, fields, values) = match key.split_once('.') {
+            None => (key, Self::FIELDS, Some(&defaults)),
+            Some((of, name)) => {
+                let fields = TABLES.iter().find(|(table, _)| *table == of);
+                let values = defaults.get(of).and_then(toml::Value::as_table);
+                (name, fields.map_or(&[][..], |(_, fields)| *fields), values)
+            }
+        };
+        let doc = fields.iter().find(|(field, _)| *field == name).map(|(_, doc)| doc.concat());
+        for beginning in ["Default: ", "Unset: "] {
+            let words = doc.as_deref().and_then(|doc| doc.split_once(beginning));
+            if let Some((_, words)) = words {
+                return words.trim_end_matches('.').to_owned();
+            }
+        }
+        let text =
+            |value: &toml::Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+        match values.and_then(|values| values.get(name)) {
+            None => "none".to_owned(),
+            Some(toml::Value::Array(items)) if items.is_empty() => "none".to_owned(),
+            Some(toml::Value::Array(items)) => {
+                items.iter().map(text).collect::<Vec<_>>().join(", ")
+            }
+            Some(value) => text(value),
+        }
+    }
 }
 
 /// The settings as a TOML file that gives the same settings again, with a comment above each.
