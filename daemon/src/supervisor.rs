@@ -162,13 +162,35 @@ where
 {
     let shared = !settings.allow_uids.is_empty();
     let mut directory = RuntimeDirectory::open(&settings.runtime_dir, shared)?;
+    let mut keepers = Vec::with_capacity(settings.devices.len());
+    let outcome = serve_in(&mut directory, settings, start, &mut keepers, &mut signals).await;
+    if !matches!(outcome, Ok(Outcome::Cut)) {
+        for keeper in keepers {
+            // A keeper that has not ended is cut off with the runtime, and its device process ends with this one.
+            let _ = tokio::time::timeout(CONNECTIONS_END_MAX, keeper).await;
+        }
+        directory.wait_for_heirs();
+    }
+    outcome
+}
+
+/// The same in a directory that was opened. Once it returns, every device process of `keepers` is told to end.
+async fn serve_in<F>(
+    directory: &mut RuntimeDirectory,
+    settings: Settings,
+    start: impl Fn(DeviceSettings, Incarnation, Arc<OwnedFd>) -> F,
+    keepers: &mut Vec<JoinHandle<()>>,
+    signals: &mut Signals,
+) -> Result<Outcome, SupervisorError>
+where
+    F: Future<Output = Result<StartedDevice, Refusal>>,
+{
     let mut bytes = [0; 16];
     random::fill(&mut bytes).map_err(system("get random bytes"))?;
     let incarnation = Incarnation::new(bytes);
     // Bound before a device is touched: what cannot be served is known at once. Whoever connects meanwhile waits.
-    let bound = Bound::bind(&settings, &mut directory).await?;
+    let bound = Bound::bind(&settings, directory).await?;
     let mut devices: Vec<DeviceHandle> = Vec::with_capacity(settings.devices.len());
-    let mut keepers = Vec::with_capacity(settings.devices.len());
     for name in &settings.devices {
         let starting = start(settings.device(*name), incarnation, directory.lock());
         let (device, keeper) = tokio::select! {
@@ -206,14 +228,8 @@ where
         "serving"
     );
     let servers = start_tasks(&control, bound)?;
-    let outcome = supervise(&control, servers, &mut signals).await;
+    let outcome = supervise(&control, servers, signals).await;
     control.stopped.cancel();
-    if !matches!(outcome, Ok(Outcome::Cut)) {
-        for keeper in keepers {
-            // A keeper that has not ended is cut off with the runtime, and its device process ends with this one.
-            let _ = tokio::time::timeout(CONNECTIONS_END_MAX, keeper).await;
-        }
-    }
     outcome
 }
 

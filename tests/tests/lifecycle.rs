@@ -217,18 +217,13 @@ fn drain_by_a_call_is_sigterm() {
 }
 
 #[test]
-fn a_start_that_fails_says_why_once() {
+fn a_start_that_fails_says_why_once_and_leaves_nothing() {
     let elsewhere = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let taken = elsewhere.local_addr().unwrap().to_string();
+    let driver = ("STATECOPY_CUDA__DRIVER_LIBRARY", "/nowhere/libcuda.so.1");
     for (variables, code, reason) in [
-        (
-            &[
-                ("STATECOPY_DEVICES", "cuda:0"),
-                ("STATECOPY_CUDA__DRIVER_LIBRARY", "/nowhere/libcuda.so.1"),
-            ][..],
-            69,
-            "/nowhere/libcuda.so.1",
-        ),
+        (&[("STATECOPY_DEVICES", "cuda:0"), driver][..], 69, driver.1),
+        (&[("STATECOPY_DEVICES", "host,cuda:0"), driver], 69, driver.1),
         (&[("STATECOPY_HTTP_ADDRESS", taken.as_str())], 71, taken.as_str()),
         (&[("STATECOPY_SLOTS", "3")], 78, "slots"),
     ] {
@@ -240,6 +235,21 @@ fn a_start_that_fails_says_why_once() {
         let log = daemon.log();
         let telling = log.lines().filter(|line| line.contains(reason)).count();
         assert_eq!((telling, log.matches("statecopyd: ").count()), (1, 1), "{log}");
+        if daemon.runtime().exists() {
+            assert_eq!(daemon.runtime_entries(), [""; 0], "{variables:?}");
+        }
+    }
+}
+
+#[test]
+fn a_start_that_is_told_to_end_leaves_nothing() {
+    for _ in 0..20 {
+        let mut daemon = DaemonOptions::default().spawn();
+        let lock = daemon.runtime().join("statecopyd.lock");
+        until("it starts", || lock.exists());
+        daemon.signal(Signal::TERM);
+        assert!(daemon.wait().success());
+        assert_eq!(daemon.runtime_entries(), [""; 0], "{}", daemon.log());
     }
 }
 

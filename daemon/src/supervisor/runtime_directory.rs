@@ -14,8 +14,8 @@
 //! of that kind.
 //!
 //! A socket left behind by a dead daemon is replaced; one on which somebody listens is refused even to the holder of the
-//! lock, because a lock file that was deleted by hand locks nothing. A clean end leaves nothing in the directory; where a
-//! device process still lives, its lock stays until it is gone.
+//! lock, because a lock file that was deleted by hand locks nothing. An end leaves nothing in the directory, nor does a
+//! start that fails; where a device process still lives, its lock stays until it is gone.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -89,7 +89,7 @@ pub(crate) struct RuntimeDirectory {
     sockets: Sockets,
     lock: Arc<OwnedFd>,
     /// Taken away by whoever can take the lock once more.
-    _lock_file: LockFile,
+    lock_file: LockFile,
     shared: bool,
 }
 
@@ -109,7 +109,11 @@ struct Sockets {
 }
 
 #[derive(Debug)]
-struct LockFile(Arc<Place>);
+struct LockFile {
+    place: Arc<Place>,
+    /// How long its end waits for those who inherited the lock.
+    patience: Duration,
+}
 
 impl RuntimeDirectory {
     /// Makes the directory if it is missing, checks it, and takes its lock. `shared`: whether other users may connect.
@@ -139,12 +143,18 @@ impl RuntimeDirectory {
         }
         let place = Arc::new(Place { path: path.to_owned(), directory });
         let lock = Arc::new(place.take_lock(DYING_MAX)?);
+        let lock_file = LockFile { place: Arc::clone(&place), patience: Duration::ZERO };
         if shared {
             let entering = Mode::RWXU | Mode::XGRP | Mode::XOTH;
             fchmod(&place.directory, entering).map_err(system(path, "let other users enter"))?;
         }
-        let sockets = Sockets { place: Arc::clone(&place), bound: Vec::new() };
-        Ok(Self { sockets, lock, _lock_file: LockFile(place), shared })
+        let sockets = Sockets { place, bound: Vec::new() };
+        Ok(Self { sockets, lock, lock_file, shared })
+    }
+
+    /// Lets the end wait a moment for device processes that are about to end, so that the lock's file goes with them.
+    pub(crate) fn wait_for_heirs(&mut self) {
+        self.lock_file.patience = DYING_MAX;
     }
 
     /// The lock, for the device processes to inherit.
@@ -185,10 +195,10 @@ impl RuntimeDirectory {
     ) -> Result<L> {
         let path = self.sockets.place.path.join(name);
         self.sockets.place.remove_stale(name, &path)?;
-        let listener = bind(&path).map_err(|source| RuntimeDirectoryError::System {
-            path: path.clone(),
-            action: "bind the socket",
-            source,
+        let listener = bind(&path).map_err(|source| {
+            // It may have been made before the rest failed. One on which somebody listens stays.
+            self.sockets.place.remove_stale(name, &path).ok();
+            RuntimeDirectoryError::System { path: path.clone(), action: "bind the socket", source }
         })?;
         self.sockets.bound.push(name);
         let everyone = Mode::RUSR | Mode::WUSR | Mode::RGRP | Mode::WGRP | Mode::ROTH | Mode::WOTH;
@@ -285,8 +295,8 @@ impl Drop for LockFile {
         // A device process may still hold the lock by the descriptor that it inherited. Then the file stays, and with it the
         // lock: whoever took it away now would let the next daemon start beside that process. Who can take the lock once
         // more is alone. The file goes while it is locked: whoever waits for it finds its path gone and makes a new one.
-        if let Ok(_alone) = self.0.take_lock(Duration::ZERO) {
-            self.0.remove(LOCK, FileType::RegularFile);
+        if let Ok(_alone) = self.place.take_lock(self.patience) {
+            self.place.remove(LOCK, FileType::RegularFile);
         }
     }
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::Duration;
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, kill_process, pidfd_send_signal};
 use statecopy_descriptors::{
     AsyncConnection, AsyncDoorbell, Connection, Doorbell, MESSAGE_BYTES_MAX, SealedMemory,
     pidfd_open,
@@ -149,12 +149,30 @@ fn spawn_and_reap(program: &SelfProgram, request: SpawnRequest) {
     let pid = child.id();
     let started = pidfd_open(pid).map(|pidfd| Child { pid, pidfd, exit });
     let watched = started.is_ok();
-    drop(request.started.send(started));
-    if !watched {
+    let wanted = request.started.send(started).is_ok();
+    if !(watched && wanted) {
         child.kill().ok();
     }
     if let Ok(status) = child.wait() {
         exited.send(status).ok();
+    }
+}
+
+/// A device process that does not serve yet. It ends with the wait for it, so that it holds no lock longer than its daemon.
+struct Starting(Option<Arc<OwnedFd>>);
+
+impl Starting {
+    fn serves(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Starting {
+    fn drop(&mut self) {
+        if let Some(pidfd) = &self.0 {
+            // One that has ended already needs no signal.
+            pidfd_send_signal(pidfd, Signal::KILL).ok();
+        }
     }
 }
 
@@ -210,6 +228,8 @@ impl DeviceProcess {
         ring.prepare_sleep();
         let (ours, theirs) = Connection::pair().map_err(LinkError::from)?;
         let child = spawner.spawn(theirs.into_fd(), setup.settings.device).await?;
+        let pidfd = Arc::new(child.pidfd);
+        let starting = Starting(Some(Arc::clone(&pidfd)));
         let mut process = Self {
             pid: child.pid,
             ring,
@@ -217,7 +237,7 @@ impl DeviceProcess {
             exit: child.exit,
             link: AsyncConnection::new(ours).map_err(LinkError::from)?,
             footprint: Footprint::default(),
-            pidfd: Arc::new(child.pidfd),
+            pidfd,
             next_id: 0,
         };
         let id = process.next_id();
@@ -233,7 +253,9 @@ impl DeviceProcess {
         match receive(&process.link).await? {
             (_, Reply::Ready { description, footprint }) => {
                 process.footprint = footprint.into();
-                Ok((process, description.try_into()?))
+                let description = description.try_into()?;
+                starting.serves();
+                Ok((process, description))
             }
             (_, Reply::Refused(refusal)) => Err(StartError::Refused(refusal.try_into()?)),
             _ => Err(LinkError::OutOfTurn("an answer before it was ready").into()),

@@ -85,6 +85,31 @@ fn the_lock_and_its_file_last_while_a_device_process_holds_its_descriptor() {
 }
 
 #[test]
+fn an_end_that_waits_for_a_device_process_takes_the_locks_file_away_with_it() {
+    let (_parent, path) = fresh();
+    let mut directory = RuntimeDirectory::open(&path, false).unwrap();
+    let inherited = directory.lock().try_clone().unwrap();
+    directory.wait_for_heirs();
+    let end = std::thread::spawn(move || drop(directory));
+    assert!(!end.is_finished(), "the lock is held");
+    drop(inherited);
+    end.join().unwrap();
+    assert_eq!(fs::read_dir(&path).unwrap().count(), 0);
+}
+
+#[test]
+fn a_socket_that_was_made_and_is_not_served_is_taken_away() {
+    let (_parent, path) = fresh();
+    let mut directory = RuntimeDirectory::open(&path, false).unwrap();
+    let error = directory
+        .bind_control(|path| UnixListener::bind(path).and(Err::<(), _>(Errno::MFILE.into())))
+        .unwrap_err();
+    assert!(matches!(error, RuntimeDirectoryError::System { .. }), "{error}");
+    drop(directory);
+    assert_eq!(fs::read_dir(&path).unwrap().count(), 0);
+}
+
+#[test]
 fn a_stale_socket_is_replaced() {
     let (_parent, path) = fresh();
     let mut first = RuntimeDirectory::open(&path, false).unwrap();
