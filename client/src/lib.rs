@@ -71,6 +71,7 @@ mod request;
 mod ring;
 pub mod sharing;
 mod socket;
+pub mod status;
 mod sync;
 mod transport;
 

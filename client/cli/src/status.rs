@@ -1,11 +1,9 @@
 //! `statecopy status`: what a daemon serves, as tables or as JSON.
 
-mod json;
-
 use std::process::ExitCode;
 
 use statecopy_client::blocking::Admin;
-use statecopy_client::v1;
+use statecopy_client::{status, v1};
 
 use crate::cli::StatusOptions;
 use crate::terminal::{self, Table, bytes, grouped};
@@ -18,7 +16,7 @@ pub(crate) fn run(options: &StatusOptions) -> anyhow::Result<ExitCode> {
     let admin = Admin::connect(options.ask.address()?, options.ask.timeout())?;
     let reply = admin.inspect()?;
     if options.json {
-        terminal::print_json(&json::Status::from(&reply))?;
+        terminal::print_json(&status::Status::from(&reply))?;
     } else {
         terminal::print(&text(&reply))?;
     }
@@ -36,7 +34,7 @@ fn text(reply: &v1::InspectReply) -> String {
         reply.version,
         reply.uptime_ms / 1_000,
         reply.supervisor_pid,
-        json::hexadecimal(&reply.incarnation)
+        status::hexadecimal(&reply.incarnation)
     );
     if !reply.http_address.is_empty() {
         text.push_str(&format!("metrics and health at http://{}\n", reply.http_address));
@@ -93,7 +91,7 @@ fn plans(plans: &[v1::PlanStatus]) -> Table {
             .collect();
         table.row([
             format!("{:016x}", plan.signature),
-            json::plan_kind(plan.plan),
+            status::plan_kind(plan.plan),
             plan.state.clone(),
             layout(plan.layout.as_ref()),
             grouped(plan.bindings.into()),
@@ -107,7 +105,7 @@ fn layout(layout: Option<&v1::CacheLayout>) -> String {
     let Some(layout) = layout else { return String::new() };
     let axes = |values: &[u64]| values.iter().map(u64::to_string).collect::<Vec<_>>().join("x");
     let stride = layout.strides.first().copied().unwrap_or(0);
-    format!("{} {} every {}", json::data_type(layout.dtype), axes(&layout.shape), grouped(stride))
+    format!("{} {} every {}", status::data_type(layout.dtype), axes(&layout.shape), grouped(stride))
 }
 
 fn sessions(reply: &v1::InspectReply) -> Table {
@@ -139,7 +137,7 @@ fn regions(reply: &v1::InspectReply) -> Table {
             table.row([
                 session.session_id.to_string(),
                 region.region_id.to_string(),
-                json::handle_kind(region.kind),
+                status::handle_kind(region.kind),
                 bytes(region.size_bytes),
                 grouped(region.pieces.into()),
             ]);
@@ -166,7 +164,7 @@ fn layers(reply: &v1::InspectReply) -> Table {
                 layer.name.clone(),
                 layer.binding_id.to_string(),
                 format!("{:016x}", layer.signature),
-                json::plan_kind(layer.plan),
+                status::plan_kind(layer.plan),
                 layer.region_id.to_string(),
                 grouped(layer.offset_bytes),
                 grouped(layer.max_selected),

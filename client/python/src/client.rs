@@ -3,8 +3,11 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use pyo3::exceptions::PyValueError;
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyMapping, PyTuple};
+use statecopy_client::status::Status;
 use statecopy_client::{
     Address, ConnectOptions, Layer, Progress, Rebind, RefusalCode, Registration, Slice, Stage,
     Strides, Transport, blocking,
@@ -324,6 +327,16 @@ impl Client {
         self.session.check(py)?;
         let answered = py.detach(|| self.session.client.ping());
         answered.map(drop).map_err(|error| errors::raise(py, &error))
+    }
+
+    /// Everything that `statecopy status --json` prints.
+    fn inspect<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        self.session.check(py)?;
+        let reply = py.detach(|| self.session.client.inspect());
+        let reply = reply.map_err(|error| errors::raise(py, &error))?;
+        let text = serde_json::to_string(&Status::from(&reply));
+        let text = text.map_err(|error| PyValueError::new_err(error.to_string()))?;
+        PyModule::import(py, intern!(py, "json"))?.call_method1(intern!(py, "loads"), (text,))
     }
 
     /// What was agreed on with the daemon, or None while there is no session.

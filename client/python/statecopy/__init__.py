@@ -148,6 +148,10 @@ class Client:
         """What was agreed on with the daemon; None while there is no session."""
         return self._core.info()
 
+    def inspect(self) -> dict[str, Any]:
+        """Everything that the daemon serves, as ``statecopy status --json`` prints it."""
+        return self._core.inspect()
+
     @property
     def closed(self) -> bool:
         """Whether it was closed, or belongs to the parent of this process."""

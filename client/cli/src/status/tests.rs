@@ -101,7 +101,7 @@ fn an_idle_daemon_has_no_empty_tables() {
 
 #[test]
 fn the_json_has_names_in_place_of_numbers() {
-    let status = serde_json::to_value(json::Status::from(&reply())).unwrap();
+    let status = serde_json::to_value(status::Status::from(&reply())).unwrap();
     assert_eq!(status["incarnation"], "0fa0");
     let plan = &status["devices"][0]["plans"][0];
     assert_eq!(plan["plan"], "fused");

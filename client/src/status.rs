@@ -1,11 +1,11 @@
 //! The status as JSON: the words of the wire, with names in place of numbers and signatures in hexadecimal.
 
 use serde::Serialize;
-use statecopy_client::v1;
+use statecopy_proto::v1;
 
-/// What `statecopy status --json` prints.
+/// What a daemon serves, to be serialised: what `statecopy status --json` prints.
 #[derive(Debug, Serialize)]
-pub(super) struct Status {
+pub struct Status {
     incarnation: String,
     version: String,
     uptime_ms: u64,
@@ -100,22 +100,22 @@ struct Layer {
 }
 
 /// Bytes as hexadecimal digits.
-pub(super) fn hexadecimal(bytes: &[u8]) -> String {
+pub fn hexadecimal(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// The name of a plan kind.
-pub(super) fn plan_kind(number: i32) -> String {
+pub fn plan_kind(number: i32) -> String {
     v1::PlanKind::try_from(number).unwrap_or_default().as_str_name().to_lowercase()
 }
 
 /// The name of a handle kind.
-pub(super) fn handle_kind(number: i32) -> String {
+pub fn handle_kind(number: i32) -> String {
     v1::HandleKind::try_from(number).unwrap_or_default().as_str_name().to_lowercase()
 }
 
 /// The name of a data type.
-pub(super) fn data_type(number: i32) -> String {
+pub fn data_type(number: i32) -> String {
     v1::DataType::try_from(number).unwrap_or_default().as_str_name().to_lowercase()
 }
 
