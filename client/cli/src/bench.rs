@@ -139,6 +139,18 @@ fn measure_on<T: Target>(
         Some(address) => DaemonInUse::Given(address.clone()),
         None => DaemonInUse::Own(OwnDaemon::start_with(&variables(&record.settings))?),
     };
+    daemon.serve(|daemon| measure_by(daemon, target, guard, cases, options, rival, record))
+}
+
+fn measure_by<T: Target>(
+    daemon: &DaemonInUse,
+    target: &T,
+    guard: &Arc<ServingGuard>,
+    cases: &[Case],
+    options: &BenchRunOptions,
+    rival: Option<Rival>,
+    record: &mut Record,
+) -> anyhow::Result<Option<Rival>> {
     let cpus = record.pinning.map_or_else(CpuPair::choose, Ok)?;
     let peer = Peer::start(cpus.executor)?;
     let admin = Admin::connect(daemon.address().clone(), ADMIN_TIMEOUT)?;
@@ -165,7 +177,6 @@ fn measure_on<T: Target>(
     if let Some(facts) = &mut record.device {
         facts.look(&uuid);
     }
-    daemon.release()?;
     Ok(bench.rival)
 }
 

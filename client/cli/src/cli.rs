@@ -365,9 +365,9 @@ pub(crate) struct DaemonOptions {
     pub(crate) arguments: Vec<OsString>,
 }
 
-/// How a worker of this command connects.
+/// How a worker of this command connects. What is verified or measured is one life of a daemon: nobody waits for the next.
 pub(crate) fn connect_options(label: String) -> ConnectOptions {
-    ConnectOptions { label, ..ConnectOptions::default() }
+    ConnectOptions { label, reconnect_for: Duration::ZERO, ..ConnectOptions::default() }
 }
 
 #[cfg(test)]

@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, ExitCode, ExitStatus, Stdio};
 use std::sync::mpsc::{self, Sender};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use indicatif::ProgressBar;
@@ -34,6 +34,21 @@ pub(crate) fn run(options: &DemoOptions) -> anyhow::Result<ExitCode> {
     let each = touched_bytes(&arrangement, selected);
     available::check(each.saturating_mul(options.workers.into()))?;
     let daemon = DaemonInUse::get(options.common.address.as_ref())?;
+    let (workers, compiles, took) = daemon.serve(|daemon| demonstrate(options, daemon))?;
+    let report = Report::new(options, &workers, compiles, took);
+    if options.common.json {
+        terminal::print_json(&report)?;
+    } else {
+        terminal::print(&report.to_string())?;
+    }
+    Ok(if report.mismatches == 0 { ExitCode::SUCCESS } else { ExitCode::from(EXIT_MISMATCHES) })
+}
+
+/// What the workers report, how often a compiler was entered meanwhile, and how long it took.
+fn demonstrate(
+    options: &DemoOptions,
+    daemon: &DaemonInUse,
+) -> anyhow::Result<(Vec<WorkerReport>, u64, Duration)> {
     let admin = Admin::connect(daemon.address().clone(), ADMIN_TIMEOUT)?;
     let before = compiles_while_serving(&admin.inspect()?);
     if !options.common.json {
@@ -44,18 +59,10 @@ pub(crate) fn run(options: &DemoOptions) -> anyhow::Result<ExitCode> {
         ));
     }
     let start = Instant::now();
-    let workers = run_workers(options, &daemon)?;
+    let workers = run_workers(options, daemon)?;
     let took = start.elapsed();
     let compiles = compiles_while_serving(&admin.inspect()?).saturating_sub(before);
-    drop(admin);
-    daemon.release()?;
-    let report = Report::new(options, &workers, compiles, took);
-    if options.common.json {
-        terminal::print_json(&report)?;
-    } else {
-        terminal::print(&report.to_string())?;
-    }
-    Ok(if report.mismatches == 0 { ExitCode::SUCCESS } else { ExitCode::from(EXIT_MISMATCHES) })
+    Ok((workers, compiles, took))
 }
 
 /// Rows of a cache, and rows that a step selects at most.

@@ -142,6 +142,16 @@ fn copy(options: &ReplayOptions, scheduler: Scheduler) -> anyhow::Result<Report>
     let arrangement = Arrangement::new(options.preset, layers, rows.into())?;
     available::check(touched_bytes(&arrangement, selected_max))?;
     let daemon = DaemonInUse::get(options.common.address.as_ref())?;
+    daemon.serve(|daemon| copy_by(daemon, options, scheduler, arrangement))
+}
+
+fn copy_by(
+    daemon: &DaemonInUse,
+    options: &ReplayOptions,
+    scheduler: Scheduler,
+    arrangement: Arrangement,
+) -> anyhow::Result<Report> {
+    let selected_max = u64::from(options.max_num_seqs);
     let admin = Admin::connect(daemon.address().clone(), ADMIN_TIMEOUT)?;
     let before = compiles_while_serving(&admin.inspect()?);
     let page = rustix::param::page_size() as u64;
@@ -156,8 +166,6 @@ fn copy(options: &ReplayOptions, scheduler: Scheduler) -> anyhow::Result<Report>
         refusals: copier.close()?,
         compiles_after_seal: compiles_while_serving(&admin.inspect()?).saturating_sub(before),
     };
-    drop(admin);
-    daemon.release()?;
     Ok(Report::new(options, replayed, &tally, counts))
 }
 

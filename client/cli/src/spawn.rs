@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_death_signal};
-use statecopy_client::Address;
 use statecopy_client::blocking::Admin;
+use statecopy_client::{Address, RefusalCode};
 use statecopyd::config::SelfProgram;
 use tempfile::TempDir;
 
@@ -23,6 +23,8 @@ use crate::failure::Failure;
 /// How long a daemon may take to get ready, and to end when it is asked to.
 const START_MAX: Duration = Duration::from_secs(20);
 const STOP_MAX: Duration = Duration::from_secs(20);
+/// How long the kernel may take to tell of the end of a daemon that does not answer any more.
+const END_SEEN_MAX: Duration = Duration::from_secs(1);
 /// Between two looks at a process.
 const POLL: Duration = Duration::from_millis(5);
 /// The same where the time counts.
@@ -188,7 +190,8 @@ impl OwnDaemon {
         let lines: Vec<&str> = log.lines().collect();
         let last = &lines[lines.len().saturating_sub(LOG_LINES)..];
         let remedy = if last.is_empty() {
-            "Start `statecopyd serve` by hand to see why.".to_owned()
+            "If nobody killed it, the kernel's log tells why (out of memory?), or `statecopyd serve` started by hand does."
+                .to_owned()
         } else {
             format!("Its log ends with:\n    {}", last.join("\n    "))
         };
@@ -225,6 +228,31 @@ impl DaemonInUse {
         }
     }
 
+    /// Works with it, and then ends it if it is ours.
+    ///
+    /// # Errors
+    /// When the work fails, or the daemon ends with a failure. Where a daemon of ours ended first, that is what failed.
+    pub(crate) fn serve<T>(
+        mut self,
+        work: impl FnOnce(&Self) -> anyhow::Result<T>,
+    ) -> anyhow::Result<T> {
+        match work(&self) {
+            Ok(done) => self.release().map(|()| done),
+            Err(error) => Err(self.explain(error)),
+        }
+    }
+
+    fn explain(&mut self, error: anyhow::Error) -> anyhow::Error {
+        let Self::Own(daemon) = self else { return error };
+        // Whoever loses a daemon that was killed may know it before the kernel tells of its end.
+        let lost = Failure::of(&error).exit == RefusalCode::Unavailable.exit_code();
+        let patience = if lost { END_SEEN_MAX } else { Duration::ZERO };
+        match wait_within(&mut daemon.child, patience) {
+            Ok(Some(status)) => daemon.failure(&format!("The daemon ended with {status}")).into(),
+            _ => error,
+        }
+    }
+
     /// Where it listens.
     pub(crate) fn address(&self) -> &Address {
         match self {
@@ -233,11 +261,7 @@ impl DaemonInUse {
         }
     }
 
-    /// Ends it if it is ours.
-    ///
-    /// # Errors
-    /// When it ends with a failure.
-    pub(crate) fn release(self) -> anyhow::Result<()> {
+    fn release(self) -> anyhow::Result<()> {
         match self {
             Self::Given(_) => Ok(()),
             Self::Own(daemon) => daemon.stop(),

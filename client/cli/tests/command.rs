@@ -216,6 +216,45 @@ fn a_killed_worker_ends_the_demonstration_at_once_and_is_named() {
 }
 
 #[test]
+fn a_killed_daemon_of_its_own_ends_a_command_at_once_and_is_named() {
+    let trace = ["replay", SMALL_TRACE, "--json", "--layers", "1024", "--per-layer"];
+    let steps = ["demo", "--json", "--preset", "tiny", "--steps", "1000000"];
+    for arguments in [&steps[..], &trace] {
+        let place = Place::new();
+        let mut command = place.command(arguments);
+        command.stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut running = Running(command.spawn().unwrap());
+        let runtime = place.answering_daemon();
+        let copies = wait_for(|| {
+            let status = json(&place.run(&["status", "--json", "--address", &runtime]));
+            status["sessions"][0]["copies"].as_u64().filter(|copies| *copies > 0)
+        });
+        assert!(copies.is_some(), "{arguments:?} copies");
+        let serves = |process: &str| {
+            let line = fs::read(format!("/proc/{process}/cmdline")).unwrap_or_default();
+            let line = String::from_utf8_lossy(&line).into_owned();
+            line.contains(&runtime) && line.contains("\0serve\0")
+        };
+        let mut processes = fs::read_dir("/proc").unwrap().filter_map(Result::ok);
+        let supervisor = processes.find_map(|entry| {
+            let process = entry.file_name().into_string().ok()?;
+            serves(&process).then(|| process.parse().unwrap())
+        });
+        let supervisor = rustix::process::Pid::from_raw(supervisor.unwrap()).unwrap();
+        rustix::process::kill_process(supervisor, rustix::process::Signal::KILL).unwrap();
+        let killed = Instant::now();
+        let exit = wait_for(|| running.0.try_wait().unwrap()).expect("the command ends");
+        // The deadline of a call, for which it would look for the next daemon.
+        assert!(killed.elapsed() < Duration::from_secs(9), "{:?}", killed.elapsed());
+        assert_eq!(exit.code(), Some(3), "{arguments:?}");
+        let mut told = String::new();
+        running.0.stderr.take().unwrap().read_to_string(&mut told).unwrap();
+        assert!(told.contains("The daemon ended with signal: 9 (SIGKILL)"), "{told}");
+        assert!(told.contains("out of memory"), "{told}");
+    }
+}
+
+#[test]
 fn the_small_trace_replays_in_batches_and_layer_by_layer() {
     let place = Place::new();
     let mut rows = Vec::new();
