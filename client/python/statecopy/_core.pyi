@@ -29,7 +29,7 @@ class Tensor:
     def dtype(self) -> str: ...
     @property
     def device(self) -> str:
-        """"cpu" or "cuda:N"."""
+        """As torch writes it: "cpu" or "cuda:N"."""
     @property
     def nbytes(self) -> int:
         """Of all elements, gaps not counted."""
@@ -81,7 +81,7 @@ class _Published:
     def signature(self) -> str: ...
     @property
     def kind(self) -> str | None:
-        """"fused" or "byte_copy"."""
+        """Either "fused" or "byte_copy"."""
     def route(self, indices: Any) -> Route: ...
 
 class Plan(_Published):
@@ -97,9 +97,7 @@ class Plan(_Published):
         timeout_s: float | None = None,
     ) -> Any:
         """``packed[s] = cache[indices[s]]`` where the index is valid and the flag true, zero elsewhere: ``[S, H, V, K]``."""
-    def scatter(
-        self, packed: Any, indices: Any, *, lane: int | None = None, timeout_s: float | None = None
-    ) -> None:
+    def scatter(self, packed: Any, indices: Any, *, lane: int | None = None, timeout_s: float | None = None) -> None:
         """``cache[indices[s]] = packed[s]`` where the index is valid."""
     def submit_gather(
         self,
@@ -181,4 +179,5 @@ def connect(
 ) -> Client: ...
 def empty(shape: int | tuple[int, ...], dtype: Any, strides: tuple[int, ...] | None = None) -> Tensor:
     """Shareable host memory of that shape (all zero until written), with strides in elements: dense without them."""
+
 def _forked() -> None: ...

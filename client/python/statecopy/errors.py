@@ -130,9 +130,7 @@ _FAMILIES: dict[str, type[Error]] = {
 }
 
 
-def _of(
-    family: str | None, code: str | None, message: str, remedy: str, leaves: Leaves, about: str | None
-) -> Error:
+def _of(family: str | None, code: str | None, message: str, remedy: str, leaves: Leaves, about: str | None) -> Error:
     """The exception of a failure that the extension met; ``family`` where the code does not tell."""
     by_code = Error if code is None else _FAMILIES.get(code, Error)
     made = by_code if family is None else _BY_NAME[family]

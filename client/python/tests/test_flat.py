@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import statecopy
     from daemon_process import Daemon
 
-# A run of 1,000,000 is a matter of minutes: STATECOPY_GATHERS=1000000.
-GATHERS = int(os.environ.get("STATECOPY_GATHERS", "100000"))
+# A run of 1,000,000 is a matter of minutes: TEST_GATHERS=1000000.
+GATHERS = int(os.environ.get("TEST_GATHERS", "100000"))
 WARM_UP = 5_000
 # For noise of the allocators of two processes; a leak of 24 bytes a gather would pass it.
 GROWTH_KIB_MAX = 2048

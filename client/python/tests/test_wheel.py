@@ -1,4 +1,4 @@
-"""The wheel, as users install it: STATECOPY_WHEEL names it. Without that these tests skip; tests/run sets it."""
+"""The wheel, as users install it: TEST_WHEEL names it. Without that these tests skip; tests/run sets it."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ print("copied")
 
 @pytest.fixture(scope="module")
 def wheel() -> Path:
-    named = os.environ.get("STATECOPY_WHEEL")
+    named = os.environ.get("TEST_WHEEL")
     if not named:
-        pytest.skip("STATECOPY_WHEEL names no wheel: tests/run builds one")
+        pytest.skip("TEST_WHEEL names no wheel: tests/run builds one")
     return Path(named)
 
 
@@ -128,10 +128,12 @@ def environment(tmp_path: Path, daemon: Daemon) -> Iterator[dict[str, str]]:
 
 def installed(folder: Path, *packages: str | Path) -> Path:
     """The Python of a new virtual environment with these packages and nothing else."""
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    # With PYTHONPATH, pip would find what is installed here.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True, env=environment)
     python = folder / "bin" / "python"
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:"]
-    subprocess.run([*pip, *packages], check=True)
+    subprocess.run([*pip, *packages], check=True, env=environment)
     return python
 
 
