@@ -155,11 +155,15 @@ fn measure_by<T: Target>(
     let peer = Peer::start(cpus.executor)?;
     let admin = Admin::connect(daemon.address().clone(), ADMIN_TIMEOUT)?;
     let uuid = target.device().description().uuid;
-    let device_process = admin.inspect()?.devices.first().map(|device| device.device_process_pid);
-    let executor =
-        Thread::named(device_process.context("The daemon has no device")?, EXECUTOR_THREAD)?;
+    let named = uuid.to_string();
+    let devices = admin.inspect()?.devices;
+    let served = devices
+        .iter()
+        .find(|served| served.device.as_ref().is_some_and(|description| description.uuid == named));
+    let served = served.with_context(|| format!("The daemon does not serve {}", options.device))?;
+    let executor = Thread::named(served.device_process_pid, EXECUTOR_THREAD)?;
     let memory = BenchMemory::allocate(target, cases, options.cache_rows, options.seed)?;
-    let register = |transport| Daemon::register(daemon.address(), transport, &memory);
+    let register = |transport| Daemon::register(daemon.address(), uuid, transport, &memory);
     let mut bench = Bench {
         seed: options.seed,
         trials: options.trials,

@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, Parser, Subcommand};
-use statecopy_client::{ADDRESS_VARIABLE, Address, ConnectOptions};
+use statecopy_client::{ADDRESS_VARIABLE, Address, ConnectOptions, Error};
 use statecopy_kernels::cuda::compile::Arch;
+use statecopy_kernels::host::host_uuid;
 use statecopyd::config::DeviceName;
 
 use crate::failure::Failure;
@@ -81,10 +82,7 @@ impl AskOptions {
         match &self.address {
             Some(address) => Ok(address.clone()),
             None => Ok(Address::from_env().map_err(|error| {
-                Failure::usage(
-                    format!("{ADDRESS_VARIABLE}: {error}"),
-                    statecopy_client::Error::from(error).remedy(),
-                )
+                Failure::usage(format!("{ADDRESS_VARIABLE}: {error}"), Error::from(error).remedy())
             })?),
         }
     }
@@ -116,12 +114,33 @@ pub(crate) struct CacheOptions {
     /// Use this daemon instead of starting one: unix:///path, a socket's path (ending in .sock), or its runtime directory
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) address: Option<Address>,
+    /// The device that copies, where the daemon serves several. Only host copies the memory in which these caches lie; `statecopy
+    /// bench` copies on GPUs
+    #[arg(long, default_value_t = DeviceName::Host)]
+    pub(crate) device: DeviceName,
     /// Seed of every random choice
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
     /// Print one JSON object instead of a table
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+impl CacheOptions {
+    /// The UUID of the device that copies.
+    ///
+    /// # Errors
+    /// When the device does not copy host memory, or this machine does not tell its UUID.
+    pub(crate) fn device_uuid(&self) -> anyhow::Result<String> {
+        match self.device {
+            DeviceName::Host => Ok(host_uuid().map_err(Error::from)?.to_string()),
+            DeviceName::Cuda(_) => Err(Failure::usage(
+                format!("{} does not copy host memory, in which these caches lie", self.device),
+                "Use --device host, or copy on a GPU with `statecopy bench --device`.",
+            )
+            .into()),
+        }
+    }
 }
 
 /// `statecopy demo`.
@@ -157,6 +176,8 @@ pub(crate) struct DemoOptions {
 pub(crate) struct WorkerOptions {
     #[arg(long)]
     pub(crate) address: Address,
+    #[arg(long)]
+    pub(crate) device_uuid: String,
     #[arg(long, value_enum)]
     pub(crate) preset: Preset,
     #[arg(long)]
@@ -366,8 +387,8 @@ pub(crate) struct DaemonOptions {
 }
 
 /// How a worker of this command connects. What is verified or measured is one life of a daemon: nobody waits for the next.
-pub(crate) fn connect_options(label: String) -> ConnectOptions {
-    ConnectOptions { label, reconnect_for: Duration::ZERO, ..ConnectOptions::default() }
+pub(crate) fn connect_options(label: String, device: Option<String>) -> ConnectOptions {
+    ConnectOptions { label, device, reconnect_for: Duration::ZERO, ..ConnectOptions::default() }
 }
 
 #[cfg(test)]

@@ -33,8 +33,9 @@ pub(crate) fn run(options: &DemoOptions) -> anyhow::Result<ExitCode> {
     let arrangement = Arrangement::new(options.preset, usize::try_from(options.layers)?, rows)?;
     let each = touched_bytes(&arrangement, selected);
     available::check(each.saturating_mul(options.workers.into()))?;
-    let daemon = DaemonInUse::get(options.common.address.as_ref())?;
-    let (workers, compiles, took) = daemon.serve(|daemon| demonstrate(options, daemon))?;
+    let device = options.common.device_uuid()?;
+    let daemon = DaemonInUse::get(&options.common)?;
+    let (workers, compiles, took) = daemon.serve(|daemon| demonstrate(options, daemon, &device))?;
     let report = Report::new(options, &workers, compiles, took);
     if options.common.json {
         terminal::print_json(&report)?;
@@ -48,6 +49,7 @@ pub(crate) fn run(options: &DemoOptions) -> anyhow::Result<ExitCode> {
 fn demonstrate(
     options: &DemoOptions,
     daemon: &DaemonInUse,
+    device: &str,
 ) -> anyhow::Result<(Vec<WorkerReport>, u64, Duration)> {
     let admin = Admin::connect(daemon.address().clone(), ADMIN_TIMEOUT)?;
     let before = compiles_while_serving(&admin.inspect()?);
@@ -59,7 +61,7 @@ fn demonstrate(
         ));
     }
     let start = Instant::now();
-    let workers = run_workers(options, daemon)?;
+    let workers = run_workers(options, daemon, device)?;
     let took = start.elapsed();
     let compiles = compiles_while_serving(&admin.inspect()?).saturating_sub(before);
     Ok((workers, compiles, took))
@@ -84,13 +86,17 @@ impl Drop for WorkerProcess {
     }
 }
 
-fn run_workers(options: &DemoOptions, daemon: &DaemonInUse) -> anyhow::Result<Vec<WorkerReport>> {
+fn run_workers(
+    options: &DemoOptions,
+    daemon: &DaemonInUse,
+    device: &str,
+) -> anyhow::Result<Vec<WorkerReport>> {
     let steps = options.steps.saturating_mul(options.workers.into());
     let bar = terminal::progress(steps, "steps", options.common.json);
     let (sender, messages) = mpsc::channel();
     let mut processes = Vec::new();
     for number in 0..options.workers {
-        processes.push(start_worker(options, daemon, number, sender.clone())?);
+        processes.push(start_worker(options, daemon, device, number, sender.clone())?);
     }
     drop(sender);
     let mut reports = Vec::new();
@@ -146,6 +152,7 @@ fn ended(number: u32, status: ExitStatus) -> Result<(), Failure> {
 fn start_worker(
     options: &DemoOptions,
     daemon: &DaemonInUse,
+    device: &str,
     number: u32,
     messages: Sender<(u32, Output)>,
 ) -> anyhow::Result<WorkerProcess> {
@@ -153,6 +160,7 @@ fn start_worker(
     let mut command = spawn::again("demo-worker");
     command.arg("--address").arg(daemon.address().to_string());
     for (flag, value) in [
+        ("--device-uuid", device.to_owned()),
         ("--preset", options.preset.name().to_owned()),
         ("--number", number.to_string()),
         ("--layers", options.layers.to_string()),

@@ -141,12 +141,14 @@ fn copy(options: &ReplayOptions, scheduler: Scheduler) -> anyhow::Result<Report>
     let layers = usize::try_from(options.layers)?;
     let arrangement = Arrangement::new(options.preset, layers, rows.into())?;
     available::check(touched_bytes(&arrangement, selected_max))?;
-    let daemon = DaemonInUse::get(options.common.address.as_ref())?;
-    daemon.serve(|daemon| copy_by(daemon, options, scheduler, arrangement))
+    let device = options.common.device_uuid()?;
+    let daemon = DaemonInUse::get(&options.common)?;
+    daemon.serve(|daemon| copy_by(daemon, device, options, scheduler, arrangement))
 }
 
 fn copy_by(
     daemon: &DaemonInUse,
+    device: String,
     options: &ReplayOptions,
     scheduler: Scheduler,
     arrangement: Arrangement,
@@ -156,7 +158,8 @@ fn copy_by(
     let before = compiles_while_serving(&admin.inspect()?);
     let page = rustix::param::page_size() as u64;
     let memory = WorkerMemory::allocate(arrangement, selected_max, options.common.seed, page)?;
-    let client = Client::connect(daemon.address().clone(), connect_options("replay".to_owned()))?;
+    let connect = connect_options("replay".to_owned(), Some(device));
+    let client = Client::connect(daemon.address().clone(), connect)?;
     let copier = Daemon::register(client, &memory, selected_max)?;
     let mut worker = Worker::new(memory, copier);
     let replayed = play(options, scheduler, &mut worker)?;

@@ -17,7 +17,7 @@ use statecopy_client::{Address, RefusalCode};
 use statecopyd::config::SelfProgram;
 use tempfile::TempDir;
 
-use crate::cli::DaemonOptions;
+use crate::cli::{CacheOptions, DaemonOptions};
 use crate::failure::Failure;
 
 /// How long a daemon may take to get ready, and to end when it is asked to.
@@ -75,18 +75,10 @@ pub(crate) struct OwnDaemon {
 }
 
 impl OwnDaemon {
-    /// Starts a daemon and waits until it is ready.
+    /// Starts a daemon, with variables of the environment that hold settings of it, and waits until it is ready.
     ///
     /// # Errors
     /// When it ends or does not get ready in time; the failure shows the end of its log.
-    pub(crate) fn start() -> anyhow::Result<Self> {
-        Self::start_with::<&str>(&[])
-    }
-
-    /// The same, with variables of the environment that hold settings of the daemon.
-    ///
-    /// # Errors
-    /// As [`OwnDaemon::start`].
     pub(crate) fn start_with<S: AsRef<OsStr>>(settings: &[(S, S)]) -> anyhow::Result<Self> {
         let mut daemon = Self::spawn(settings, "off")?;
         daemon.wait_until_ready()?;
@@ -96,7 +88,7 @@ impl OwnDaemon {
     /// The same, and how long it took from exec to the first 200 of /readyz.
     ///
     /// # Errors
-    /// As [`OwnDaemon::start`].
+    /// As [`OwnDaemon::start_with`].
     pub(crate) fn time_to_ready<S: AsRef<OsStr>>(
         settings: &[(S, S)],
     ) -> anyhow::Result<(Self, Duration)> {
@@ -221,10 +213,13 @@ impl DaemonInUse {
     ///
     /// # Errors
     /// When none can be started.
-    pub(crate) fn get(address: Option<&Address>) -> anyhow::Result<Self> {
-        match address {
+    pub(crate) fn get(options: &CacheOptions) -> anyhow::Result<Self> {
+        match &options.address {
             Some(address) => Ok(Self::Given(address.clone())),
-            None => Ok(Self::Own(OwnDaemon::start()?)),
+            None => {
+                let devices = ("STATECOPY_DEVICES", options.device.to_string());
+                Ok(Self::Own(OwnDaemon::start_with(&[(devices.0, devices.1.as_str())])?))
+            }
         }
     }
 

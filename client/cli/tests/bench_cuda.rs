@@ -3,7 +3,9 @@
 #![expect(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
 use std::fs;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use statecopy_stub_cuda::Stub;
@@ -118,4 +120,54 @@ fn a_case_that_selects_more_rows_than_there_are_is_wrong_usage() {
     let refused = bench(&stub, &[&["--output", file.to_str().unwrap()], &few[..]].concat());
     assert_eq!(refused.status.code(), Some(2), "{refused:?}");
     assert!(!file.exists());
+}
+
+/// The daemon of a test; it ends with it.
+struct Serving(std::process::Child);
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+#[test]
+fn a_command_names_one_device_of_a_daemon_that_serves_several() {
+    let stub = Stub::create().unwrap();
+    let runtime = stub.directory().join("run");
+    let address = runtime.to_str().unwrap();
+    let statecopy = || Command::new(env!("CARGO_BIN_EXE_statecopy"));
+    let mut daemon = statecopy();
+    daemon.args(["daemon", "serve", "--http-address", "off", "--runtime-dir", address]);
+    daemon.args(["--device", "cuda:0", "--device", "host"]);
+    daemon.envs(stub.environment()).env("STATECOPY_ARTIFACT_STORE", stub.fill_store());
+    let _daemon = Serving(daemon.stderr(Stdio::null()).spawn().unwrap());
+    let ping = || statecopy().args(["ping", "--address", address]).output().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !ping().status.success() {
+        assert!(Instant::now() < deadline, "the daemon does not answer: {:?}", ping());
+        thread::sleep(Duration::from_millis(10));
+    }
+    let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/fixtures/small-trace.jsonl");
+    let demo = ["demo", "--preset", "tiny", "--steps", "4", "--address", address];
+    let replay = ["replay", trace, "--requests", "5", "--address", address];
+    for command in [&demo[..], &replay] {
+        let copied = statecopy().args(command).args(["--device", "host"]).output().unwrap();
+        assert!(copied.status.success(), "{copied:?}");
+        let refused = statecopy().args(command).args(["--device", "cuda:0"]).output().unwrap();
+        assert_eq!(refused.status.code(), Some(2), "{refused:?}");
+        let told = String::from_utf8(refused.stderr).unwrap();
+        assert!(told.contains("cuda:0 does not copy host memory"), "{told}");
+        assert!(told.contains("--device host"), "{told}");
+    }
+    for (device, kind) in [("host", "host"), ("cuda:0", "cuda")] {
+        let file = stub.directory().join(kind).with_extension("json");
+        let few = ["--cases", "24576/s1/gather", "--trials", "1", "--cache-rows", "9"];
+        let named = ["--output", file.to_str().unwrap(), "--device", device, "--address", address];
+        let ran = bench(&stub, &[&named[..], &few].concat());
+        assert!(ran.status.success(), "{ran:?}");
+        let record: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+        assert_eq!(record["device"]["kind"], kind);
+    }
 }

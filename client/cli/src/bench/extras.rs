@@ -11,6 +11,7 @@ use statecopy_client::blocking::{Client, Plan};
 use statecopy_client::{
     Address, DataType, Indices, Layer, Registration, Request, Slice, Strides, Transport, Use,
 };
+use statecopy_kernels::device::Device as _;
 use statecopy_kernels::plan::KernelClass;
 use statecopy_proto::PlanKind;
 use statecopyd::config::Settings;
@@ -179,7 +180,9 @@ impl Worker {
         let layout = preset.layout(rows)?;
         let cache = cuda.allocate("cache", preset.page_bytes() * rows)?;
         let packed = cuda.allocate("packed", layout.payload_bytes() * selected)?;
-        let client = Client::connect(address.clone(), connect_options("bench worker".to_owned()))?;
+        let device = cuda.device().description().uuid.to_string();
+        let options = connect_options("bench worker".to_owned(), Some(device));
+        let client = Client::connect(address.clone(), options)?;
         let place = Cuda::register(&client, &cache, Use::Cache)?;
         let packed_at = Cuda::register(&client, &packed, Use::Packed)?;
         let layer = Layer {
@@ -266,10 +269,11 @@ fn register(cuda: &Cuda, options: &BenchRunOptions, extras: &mut Extras) -> anyh
     let batch = Case { kind: Kind::Cuda, work: Work::Batch, rival: false };
     let rows = options.cache_rows.unwrap_or(batch.selected());
     let memory = BenchMemory::allocate(cuda, &[batch], Some(rows), options.seed)?;
+    let uuid = cuda.device().description().uuid;
     let once = |variables: &[(String, String)]| {
         let daemon = OwnDaemon::start_with(variables)?;
         let start = Instant::now();
-        let registered = Daemon::register(daemon.address(), Transport::Ring, &memory)?;
+        let registered = Daemon::register(daemon.address(), uuid, Transport::Ring, &memory)?;
         let took = start.elapsed();
         registered.close()?;
         daemon.stop()?;

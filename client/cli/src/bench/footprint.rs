@@ -69,7 +69,8 @@ pub(super) fn look(sessions: usize, idle: Duration) -> anyhow::Result<Footprint>
         Processes { supervisor: reply.supervisor_pid, device: device.device_process_pid };
     let idle_daemon_rss_anon_kib = processes.rss_anon_kib()?;
 
-    let connect = || Client::connect(address.clone(), connect_options("footprint".to_owned()));
+    let connect =
+        || Client::connect(address.clone(), connect_options("footprint".to_owned(), None));
     let mut held = vec![connect()?];
     let (idle_s, idle_cpu_percent) = idle_cpu(processes, idle)?;
     let mut seen = vec![(held.len(), processes.rss_anon_kib()?)];

@@ -12,7 +12,7 @@ use statecopy_kernels::device::{self, Device, Launch, Region as _};
 use statecopy_kernels::guard::{Door, ServingGuard};
 use statecopy_kernels::layout::{CacheLayout, Placement};
 use statecopy_kernels::plan::{KernelClass, choose};
-use statecopy_kernels::signature::{ALIGNMENT_BYTES, Signature};
+use statecopy_kernels::signature::{ALIGNMENT_BYTES, DeviceUuid, Signature};
 use statecopy_proto::Direction;
 
 use super::memory::BenchMemory;
@@ -193,17 +193,19 @@ pub(super) struct Daemon {
 }
 
 impl Daemon {
-    /// Opens a session whose copies that transport carries, and registers every cache.
+    /// Opens a session on a device whose copies that transport carries, and registers every cache.
     ///
     /// # Errors
     /// When the daemon refuses, or does not serve that transport.
     pub(super) fn register<T: Target>(
         address: &Address,
+        device: DeviceUuid,
         transport: Transport,
         memory: &BenchMemory<T>,
     ) -> anyhow::Result<Self> {
         let label = format!("bench {transport:?}").to_lowercase();
-        let options = ConnectOptions { transport, ..connect_options(label) };
+        let options =
+            ConnectOptions { transport, ..connect_options(label, Some(device.to_string())) };
         let client = Client::connect(address.clone(), options)?;
         let carries = client.session().map(|session| session.transport);
         ensure!(

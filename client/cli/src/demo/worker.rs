@@ -78,7 +78,10 @@ fn work(options: &WorkerOptions) -> anyhow::Result<WorkerReport> {
     let page = rustix::param::page_size() as u64;
     let memory = WorkerMemory::allocate(arrangement, options.selected, seed, page)?;
     let label = format!("demo worker {}", options.number);
-    let client = Client::connect(options.address.clone(), connect_options(label))?;
+    let client = Client::connect(
+        options.address.clone(),
+        connect_options(label, Some(options.device_uuid.clone())),
+    )?;
     let device = client.session().context("The session has ended")?.device.name;
     let daemon = Daemon::register(client, &memory, options.selected)?;
     let mut worker = Worker::new(memory, daemon);
