@@ -95,6 +95,13 @@ fn a_run_records_every_path_of_every_case_and_is_reported_with_a_plot() {
     for text in ["microseconds", "S=8", "gather, rows of 24576 bytes", "batch69", "inproc"] {
         assert!(plot.contains(text), "{text} is missing in the plot");
     }
+    fs::remove_file(directory.path().join("run.svg")).unwrap();
+    fs::create_dir(directory.path().join("run.svg")).unwrap();
+    let unwritable = statecopy(&["bench", "report", output]);
+    assert_eq!(unwritable.status.code(), Some(2), "{unwritable:?}");
+    let told = String::from_utf8(unwritable.stderr).unwrap();
+    assert!(told.contains("run.svg cannot be written: Is a directory"), "{told}");
+    assert!(told.contains("a directory that this user may write"), "{told}");
 }
 
 #[test]

@@ -3,6 +3,7 @@
 //! A box reaches from the first to the third quartile, its line is the median, its whiskers are the 5th and the 95th
 //! percentile.
 
+use std::fs;
 use std::ops::Range;
 use std::path::Path as FilePath;
 
@@ -13,6 +14,7 @@ use plotters::prelude::*;
 use super::super::plan::{Kind, Mode, Path};
 use super::super::record::Record;
 use super::super::statistics::{paired_ratios, percentile};
+use crate::failure::Failure;
 
 /// Paths in the picture, each with its colour.
 const SHOWN: [(Path, RGBColor); 5] = [
@@ -27,6 +29,9 @@ const REFERENCES: [(Path, RGBColor); 3] = [
     (Path::PingpongFutex, RGBColor(0x00, 0x9e, 0x73)),
     (Path::Memcpy, RGBColor(0x00, 0x9e, 0x73)),
 ];
+
+/// What to do where the picture cannot be written.
+const PICTURE_REMEDY: &str = "The picture goes beside the record: report a copy of it in a directory that this user may write.";
 
 const WIDTH: u32 = 1560;
 const HEADER: u32 = 84;
@@ -69,9 +74,15 @@ pub(super) fn draw(record: &Record, into: &FilePath) -> anyhow::Result<()> {
     let panels = panels(record);
     let rows = u32::try_from(panels.len().div_ceil(COLUMNS))?;
     let height = HEADER + rows * PANEL + RATIOS;
-    let root = SVGBackend::new(into, (WIDTH, height)).into_drawing_area();
+    let mut picture = String::new();
+    let root = SVGBackend::with_string(&mut picture, (WIDTH, height)).into_drawing_area();
     let drawn = draw_all(record, &root, &panels, rows).and_then(|()| Ok(root.present()?));
-    drawn.map_err(|error| anyhow!("Drawing {}: {error}", into.display()))
+    drawn.map_err(|error| anyhow!("Drawing {}: {error}", into.display()))?;
+    drop(root);
+    fs::write(into, picture).map_err(|error| {
+        let sentence = format!("{} cannot be written: {error}", into.display());
+        Failure::usage(sentence, PICTURE_REMEDY).into()
+    })
 }
 
 /// Cases that differ in the selected rows alone share a panel; those of one kind share the last one.
