@@ -26,6 +26,7 @@ mod library;
 mod management;
 mod memory;
 mod pieces;
+pub mod probe;
 mod selector;
 pub mod store;
 mod sys;
@@ -146,21 +147,13 @@ impl CudaDevice {
         }
         let capability = driver.compute_capability(device.device).map_err(failed)?;
         let outside = Management::open(&options.management_library, device.uuid);
-        let used = || outside.as_ref().and_then(Management::used_bytes);
-        let used_before = used();
-        let context = Context::retain(Arc::clone(&driver), device.device, options.scheduling);
-        let context = Arc::new(context.map_err(|error| match error.is_out_of_memory() {
-            true => OpenError::NoContext { device: device.label(), error },
-            false => failed(error),
-        })?);
-        let context_bytes = used().zip(used_before).map(|(now, before)| now.saturating_sub(before));
+        let made = make_context(&driver, &device, options.scheduling, outside.as_ref())?;
+        let (context, context_bytes) = (Arc::new(made.0), made.1);
         let arena = Arena::allocate(&context).map_err(|error| {
             let what = "tables of base addresses";
             memory::out_of_memory(&context, &device.label(), what, ARENA_BYTES, error)
         })?;
-        let words =
-            Words::bytes(options.selected_max).zip(Words::staging_bytes(options.selected_max));
-        let (words_bytes, staging_bytes) = words.ok_or_else(|| {
+        let own = own_memory(options.selected_max).ok_or_else(|| {
             let lacks = "memory for requests of so many rows";
             OpenError::Unsuitable { device: device.label(), lacks }
         })?;
@@ -170,11 +163,7 @@ impl CudaDevice {
             options,
             legacy: Arc::default(),
             arena: Arc::new(arena),
-            footprint: Footprint {
-                context: context_bytes.unwrap_or(0),
-                tables: ARENA_BYTES + staging_bytes,
-                words: words_bytes as u64,
-            },
+            footprint: Footprint { context: context_bytes.unwrap_or(0), ..own },
             context,
         })
     }
@@ -187,6 +176,33 @@ impl CudaDevice {
         self.options.guard.enter(Door::Environment);
         Environment::read()
     }
+}
+
+/// What a device process takes of a device beside the context, for requests of at most `selected_max` rows; `None` where no
+/// machine has so much.
+#[must_use]
+pub fn own_memory(selected_max: u64) -> Option<Footprint> {
+    let tables = ARENA_BYTES.checked_add(Words::staging_bytes(selected_max)?)?;
+    let words = u64::try_from(Words::bytes(selected_max)?).ok()?;
+    Some(Footprint { context: 0, tables, words })
+}
+
+/// Makes the context of a device, and says what it takes, where somebody outside can tell.
+fn make_context(
+    driver: &Arc<Driver>,
+    device: &VisibleDevice,
+    scheduling: Scheduling,
+    outside: Option<&Management>,
+) -> Result<(Context, Option<u64>), OpenError> {
+    let used = || outside.and_then(Management::used_bytes);
+    let used_before = used();
+    let context = Context::retain(Arc::clone(driver), device.device, scheduling);
+    let context = context.map_err(|error| match error.is_out_of_memory() {
+        true => OpenError::NoContext { device: device.label(), error },
+        false => OpenError::Device { device: device.label(), error },
+    })?;
+    let bytes = used().zip(used_before).map(|(now, before)| now.saturating_sub(before));
+    Ok((context, bytes))
 }
 
 fn describe(device: &VisibleDevice, (major, minor): (u32, u32)) -> DeviceDescription {

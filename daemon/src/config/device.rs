@@ -23,6 +23,18 @@ pub enum DeviceName {
 )]
 pub struct UnknownDevice(String);
 
+impl DeviceName {
+    /// What the driver of the device must find in the environment of its process.
+    #[must_use]
+    pub fn environment(self) -> &'static [(&'static str, &'static str)] {
+        match self {
+            Self::Host => &[],
+            // A stream that waits holds one of the context's connections to the device: as many as there can be.
+            Self::Cuda(_) => &[("CUDA_DEVICE_MAX_CONNECTIONS", "32")],
+        }
+    }
+}
+
 impl FromStr for DeviceName {
     type Err = UnknownDevice;
 

@@ -4,10 +4,11 @@
 //! in use before it is made and after. Where the library is missing, or other processes allocate at that moment, the answer is
 //! that much worse; nothing depends on it but a figure for people.
 
-use std::ffi::{CString, c_char, c_int};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::path::Path;
+use std::ptr;
 
 use libloading::os::unix::Library;
 
@@ -20,6 +21,10 @@ pub const MANAGEMENT_LIBRARY: &str = "libnvidia-ml.so.1";
 
 /// `NVML_SUCCESS`.
 const SUCCESS: c_int = 0;
+/// `NVML_ERROR_INSUFFICIENT_SIZE`: there is more than there was room for.
+const INSUFFICIENT_SIZE: c_int = 7;
+/// `NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE`.
+const VERSION_BYTES: c_uint = 80;
 
 /// `nvmlDevice_t`: a word that the library gave and gets back.
 #[derive(Debug, Clone, Copy)]
@@ -37,14 +42,32 @@ struct Memory {
 
 type Init = unsafe extern "C" fn() -> c_int;
 type Find = unsafe extern "C" fn(*const c_char, *mut Device) -> c_int;
+type Version = unsafe extern "C" fn(*mut c_char, c_uint) -> c_int;
+type MigMode = unsafe extern "C" fn(Device, *mut c_uint, *mut c_uint) -> c_int;
+/// The list itself is never asked for, only how long it is.
+type Processes = unsafe extern "C" fn(Device, *mut c_uint, *mut c_void) -> c_int;
 type Look = unsafe extern "C" fn(Device, *mut Memory) -> c_int;
+
+/// What the library says of a device, and of the driver. `None` is what it does not say.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Seen {
+    /// The driver's release, as in 580.65.06.
+    pub driver_release: Option<String>,
+    /// Whether it is a slice of a device.
+    pub is_slice: bool,
+    /// Whether the device is one that is divided into slices (MIG).
+    pub is_divided: Option<bool>,
+    /// Processes that compute on it as clients of MPS.
+    pub mps_clients: Option<u32>,
+}
 
 /// One device, seen from outside.
 pub(super) struct Management {
     device: Device,
+    is_slice: bool,
     look: Look,
     /// What keeps the function where it is. Never unloaded, as the driver.
-    _library: ManuallyDrop<Library>,
+    library: ManuallyDrop<Library>,
 }
 
 impl Management {
@@ -69,9 +92,10 @@ impl Management {
             let mut device = Device(0);
             // SAFETY: the library reads the name and writes one handle.
             let found = unsafe { find(name.as_ptr(), &raw mut device) };
-            (found == SUCCESS).then_some(device)
-        })?;
-        Some(Self { device, look, _library: library })
+            (found == SUCCESS).then_some((device, kind == "MIG-"))
+        });
+        let (device, is_slice) = device?;
+        Some(Self { device, is_slice, look, library })
     }
 
     /// Bytes of the device that are in use, by whomever.
@@ -80,6 +104,45 @@ impl Management {
         // SAFETY: the handle is the library's; it writes one structure.
         let found = unsafe { (self.look)(self.device, &raw mut memory) };
         (found == SUCCESS).then_some(memory.used)
+    }
+
+    /// Everything else that it says.
+    pub(super) fn see(&self) -> Seen {
+        Seen {
+            driver_release: self.driver_release(),
+            is_slice: self.is_slice,
+            is_divided: self.is_divided(),
+            mps_clients: self.mps_clients(),
+        }
+    }
+
+    fn driver_release(&self) -> Option<String> {
+        // SAFETY: `nvml.h` gives the symbol that type.
+        let ask = *unsafe { self.library.get::<Version>(b"nvmlSystemGetDriverVersion") }.ok()?;
+        let mut text = [0_u8; VERSION_BYTES as usize];
+        // SAFETY: the library writes at most as many bytes as it is told, a zero among them.
+        let found = unsafe { ask(text.as_mut_ptr().cast(), VERSION_BYTES) };
+        let text = CStr::from_bytes_until_nul(&text).ok()?;
+        (found == SUCCESS).then(|| text.to_string_lossy().into_owned())
+    }
+
+    fn is_divided(&self) -> Option<bool> {
+        // SAFETY: `nvml.h` gives the symbol that type.
+        let ask = *unsafe { self.library.get::<MigMode>(b"nvmlDeviceGetMigMode") }.ok()?;
+        let (mut now, mut pending) = (0, 0);
+        // SAFETY: the handle is the library's; it writes two numbers.
+        let found = unsafe { ask(self.device, &raw mut now, &raw mut pending) };
+        (found == SUCCESS).then_some(now != 0)
+    }
+
+    fn mps_clients(&self) -> Option<u32> {
+        let name = b"nvmlDeviceGetMPSComputeRunningProcesses_v3";
+        // SAFETY: `nvml.h` gives the symbol that type.
+        let ask = *unsafe { self.library.get::<Processes>(name) }.ok()?;
+        let mut count = 0;
+        // SAFETY: the handle is the library's; it writes one number, and nothing to a list that has no room.
+        let found = unsafe { ask(self.device, &raw mut count, ptr::null_mut()) };
+        matches!(found, SUCCESS | INSUFFICIENT_SIZE).then_some(count)
     }
 }
 

@@ -140,9 +140,13 @@ pub(super) mod status {
 pub(super) mod device_attribute {
     use std::ffi::c_int;
 
+    /// One of [`super::COMPUTE_MODE_DEFAULT`] and others.
+    pub(crate) const COMPUTE_MODE: c_int = 20;
     pub(crate) const UNIFIED_ADDRESSING: c_int = 41;
     pub(crate) const COMPUTE_CAPABILITY_MAJOR: c_int = 75;
     pub(crate) const COMPUTE_CAPABILITY_MINOR: c_int = 76;
+    /// Since CUDA 12.2.
+    pub(crate) const MPS_ENABLED: c_int = 133;
 }
 
 /// `CUpointer_attribute` values, each with the type that the driver writes.
@@ -169,6 +173,12 @@ pub(super) mod pointer_attribute {
     pub(crate) const MAPPING_BASE_ADDR: c_int = 19;
 }
 
+/// `CU_COMPUTEMODE_DEFAULT`.
+pub(super) const COMPUTE_MODE_DEFAULT: c_int = 0;
+/// `CU_COMPUTEMODE_PROHIBITED`.
+pub(super) const COMPUTE_MODE_PROHIBITED: c_int = 2;
+/// `CU_COMPUTEMODE_EXCLUSIVE_PROCESS`.
+pub(super) const COMPUTE_MODE_EXCLUSIVE_PROCESS: c_int = 3;
 /// `CU_MEMORYTYPE_DEVICE`.
 pub(super) const MEMORYTYPE_DEVICE: u64 = 2;
 /// `CU_CTX_SCHED_BLOCKING_SYNC`: a thread that waits for the device sleeps.
@@ -177,6 +187,10 @@ pub(super) const CTX_SCHED_BLOCKING_SYNC: c_uint = 4;
 pub(super) const STREAM_NON_BLOCKING: c_uint = 1;
 /// `CU_STREAM_WRITE_VALUE_DEFAULT`: the write comes after everything before it on the stream is visible.
 pub(super) const STREAM_WRITE_VALUE_DEFAULT: c_uint = 0;
+/// `CU_STREAM_WAIT_VALUE_GEQ`.
+pub(super) const STREAM_WAIT_VALUE_GEQ: c_uint = 0;
+/// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`.
+pub(super) const MEMHOSTREGISTER_MAPPED: c_uint = 3;
 /// `CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP`.
 pub(super) const MEMHOSTALLOC_MAPPED: c_uint = 3;
 /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, the only flag there is.
@@ -271,6 +285,9 @@ functions! {
     mem_free_async = "cuMemFreeAsync"(memory: DevicePointer, stream: Stream);
     mem_host_alloc = "cuMemHostAlloc"(memory: *mut *mut c_void, bytes: usize, flags: c_uint);
     mem_free_host = "cuMemFreeHost"(memory: *mut c_void);
+    mem_host_register = "cuMemHostRegister_v2"(memory: *mut c_void, bytes: usize, flags: c_uint);
+    mem_host_unregister = "cuMemHostUnregister"(memory: *mut c_void);
+    mem_host_get_device_pointer = "cuMemHostGetDevicePointer_v2"(address: *mut DevicePointer, memory: *mut c_void, flags: c_uint);
     mem_get_address_range = "cuMemGetAddressRange_v2"(base: *mut DevicePointer, bytes: *mut usize, address: DevicePointer);
     pointer_get_attribute = "cuPointerGetAttribute"(value: *mut c_void, attribute: c_int, address: DevicePointer);
     memset_d8 = "cuMemsetD8_v2"(memory: DevicePointer, value: u8, bytes: usize);
@@ -301,6 +318,7 @@ functions! {
     stream_synchronize = "cuStreamSynchronize"(stream: Stream);
     stream_is_capturing = "cuStreamIsCapturing"(stream: Stream, status: *mut c_int);
     stream_write_value_64 = "cuStreamWriteValue64_v2"(stream: Stream, address: DevicePointer, value: u64, flags: c_uint);
+    stream_wait_value_64 = "cuStreamWaitValue64_v2"(stream: Stream, address: DevicePointer, value: u64, flags: c_uint);
 
     module_load_data = "cuModuleLoadData"(module: *mut Module, image: *const c_void);
     module_unload = "cuModuleUnload"(module: Module);

@@ -6,6 +6,7 @@ mod launches;
 mod legacy;
 mod opening;
 mod pieces;
+mod probing;
 
 use std::path::Path;
 use std::process;

@@ -42,6 +42,8 @@ pub enum Knob {
     NoBinary,
     /// `cuMemAlloc_v2` gives memory of a pool, as `cuMemAllocAsync` does.
     PoolMemory,
+    /// Devices say that only one process may have a context on them. Nobody is refused for it.
+    Exclusive,
 }
 
 /// What happens to a call.

@@ -117,18 +117,9 @@ impl Spawner {
 
     async fn spawn(&self, link: OwnedFd, device: DeviceName) -> Result<Child, StartError> {
         let (started, answer) = oneshot::channel();
-        let request = SpawnRequest { link, environment: environment(device), started };
+        let request = SpawnRequest { link, environment: device.environment(), started };
         self.requests.send(request).map_err(|_| StartError::Keeper)?;
         answer.await.map_err(|_| StartError::Keeper)?.map_err(StartError::Spawn)
-    }
-}
-
-/// What the driver of a device must find in the environment of its process.
-fn environment(device: DeviceName) -> &'static [(&'static str, &'static str)] {
-    match device {
-        DeviceName::Host => &[],
-        // A stream that waits holds one of the context's connections to the device: as many as there can be.
-        DeviceName::Cuda(_) => &[("CUDA_DEVICE_MAX_CONNECTIONS", "32")],
     }
 }
 

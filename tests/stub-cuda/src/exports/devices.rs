@@ -28,12 +28,20 @@ fn attribute(process: &Process, device: &StubDevice, attribute: u32) -> Answer<u
         // CAN_USE_STREAM_WAIT_VALUE_NOR
         19 | 31 | 41 | 78 | 91 | 102 | 103 | 115 | 122 | 123 => 1,
         // COMPUTE_MODE
-        20 => 0,
+        20 => {
+            if process.control.is_set(Knob::Exclusive) {
+                3
+            } else {
+                0
+            }
+        }
         // COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR
         75 => device.capability.0,
         76 => device.capability.1,
         // HANDLE_TYPE_FABRIC_SUPPORTED
         128 => u32::from(process.control.is_set(Knob::Fabric)),
+        // MPS_ENABLED
+        133 => u32::from(process.control.is_set(Knob::Mps)),
         _ => return Err(CUresult::INVALID_VALUE),
     })
 }
