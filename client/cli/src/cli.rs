@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::builder::RangedU64ValueParser;
 use clap::{Args, Parser, Subcommand};
 use statecopy_client::{ADDRESS_VARIABLE, Address, ConnectOptions, Error};
+use statecopy_kernels::cuda::CudaSelector;
 use statecopy_kernels::cuda::compile::Arch;
 use statecopy_kernels::host::host_uuid;
 use statecopyd::config::DeviceName;
@@ -25,7 +26,7 @@ use crate::workload::preset::Preset;
     name = "statecopy",
     version,
     after_help = "Exit codes: 0 all right; 1 what was verified is not what it must be (copied bytes, stored kernels); \
-                  2 wrong usage or input; 3 something else failed; 20 to 48: the daemon refused, or the device layer in this \
+                  2 wrong usage or input; 3 something else failed; 4 doctor found a problem; 20 to 48: the daemon refused, or the device layer in this \
                   program, one code for each refusal (docs/exit-codes.md lists them)."
 )]
 pub(crate) struct Cli {
@@ -48,6 +49,16 @@ pub(crate) enum Command {
     Ping(PingOptions),
     /// Compile the kernels of GPUs ahead of time, and look at what is compiled
     Kernels(KernelsOptions),
+    /// Look whether this machine can serve, before anything is deployed
+    ///
+    /// Looks at driver, compiler, GPUs, MPS, memory, limits and the daemon's address, and says of each what was found, what it
+    /// means for statecopy and what to do: problems first, then warnings and notes. Nothing is changed, and no daemon is needed.
+    /// Run it as the user, in the container and with the environment that daemon and workers will have: that is what it judges.
+    ///
+    /// The driver is tried in a child process, which is killed where a call does not return: doctor itself never hangs.
+    Doctor(DoctorOptions),
+    #[command(hide = true)]
+    DoctorProbe(DoctorProbeOptions),
     #[command(hide = true)]
     DemoWorker(WorkerOptions),
     #[command(hide = true)]
@@ -369,6 +380,42 @@ pub(crate) struct KernelsStoreOptions {
     pub(crate) json: bool,
 }
 
+/// `statecopy doctor`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Examples:
+  statecopy doctor                    the host and every GPU; a machine without a driver is no problem
+  statecopy doctor --device cuda:0    what a daemon for this GPU needs; a missing driver is a problem
+  statecopy doctor --device host      the host alone
+  statecopy doctor --json             the same findings for a script: severity, check, device, evidence, meaning, remedy
+
+Exit code 0: no finding is a problem. 4: at least one is. docs/doctor.md explains every check.")]
+pub(crate) struct DoctorOptions {
+    /// Look at this device: host, `cuda:<ordinal>` or `cuda:<UUID>` [default: the host and every GPU]
+    #[arg(long)]
+    pub(crate) device: Option<DeviceName>,
+    /// How long one step of the driver may take before it counts as hanging, in milliseconds
+    #[arg(long, value_name = "MS", default_value_t = 20_000, value_parser = clap::value_parser!(u32).range(1..=600_000))]
+    pub(crate) driver_timeout_ms: u32,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) ask: AskOptions,
+}
+
+/// The child that tries the driver.
+#[derive(Debug, Args)]
+pub(crate) struct DoctorProbeOptions {
+    #[arg(long)]
+    pub(crate) driver_library: PathBuf,
+    #[arg(long)]
+    pub(crate) nvrtc_directory: Option<PathBuf>,
+    /// Ordinal or UUID.
+    #[arg(long)]
+    pub(crate) device: Option<CudaSelector>,
+}
+
 /// The other side of the benchmark's ping-pong.
 #[derive(Debug, Args)]
 pub(crate) struct BenchPeerOptions {
@@ -401,12 +448,18 @@ mod tests {
     fn the_command_line_is_consistent_and_explains_its_exit_codes() {
         Cli::command().debug_assert();
         let help = Cli::command().render_long_help().to_string();
-        for code in
-            ["0 all right", "1 what was verified", "2 wrong usage", "3 something else", "20 to 48"]
-        {
+        for code in [
+            "0 all right",
+            "1 what was verified",
+            "2 wrong usage",
+            "3 something else",
+            "4 doctor",
+            "20 to 48",
+        ] {
             assert!(help.contains(code), "{code} is missing in:\n{help}");
         }
         assert!(!help.contains("demo-worker"), "{help}");
         assert!(!help.contains("bench-peer"), "{help}");
+        assert!(!help.contains("doctor-probe"), "{help}");
     }
 }

@@ -15,6 +15,9 @@ pub(crate) const EXIT_USAGE: u8 = 2;
 /// Anything that is no refusal.
 pub(crate) const EXIT_FAILED: u8 = 3;
 
+/// `doctor` found a problem.
+pub(crate) const EXIT_UNFIT: u8 = 4;
+
 /// A failure with everything that a user is told. It also travels from a worker process to the command.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{sentence}")]
@@ -108,7 +111,7 @@ mod tests {
             let error = Err::<(), _>(refused).context("Registering").unwrap_err();
             let failure = Failure::of(&error);
             assert_eq!(failure.exit, code.exit_code());
-            assert!(failure.exit > EXIT_FAILED);
+            assert!(failure.exit > EXIT_UNFIT);
             assert_eq!(failure.sentence, format!("{code}: Layer a is wrong"));
             assert_eq!(failure.remedy, "Do it.");
         }
@@ -133,7 +136,7 @@ mod tests {
         let rows = RefusalCode::ALL
             .map(|code| format!("| {} | `{code}` | {} |", code.exit_code(), code.remedy()));
         assert_eq!(documented, rows, "the table must be:\n{}", rows.join("\n"));
-        for exit in [0, EXIT_MISMATCHES, EXIT_USAGE, EXIT_FAILED] {
+        for exit in [0, EXIT_MISMATCHES, EXIT_USAGE, EXIT_FAILED, EXIT_UNFIT] {
             assert!(document.contains(&format!("\n| {exit} | ")), "{exit}");
         }
     }

@@ -1,13 +1,14 @@
 //! `statecopy`: the command line of the state copy daemon.
 //!
 //! `demo` and `replay` show the whole path with a daemon of their own, `bench` measures it, `status` and `ping` ask a running
-//! one; `kernels` compiles ahead of time what a daemon on a GPU needs. The program also is that daemon and its device process: it starts itself again.
+//! one; `doctor` looks at the machine; `kernels` compiles ahead of time what a daemon on a GPU needs. The program also is that daemon and its device process: it starts itself again.
 #![forbid(unsafe_code)]
 
 mod ask;
 mod bench;
 mod cli;
 mod demo;
+mod doctor;
 mod failure;
 mod kernels;
 mod replay;
@@ -31,6 +32,8 @@ fn main() -> ExitCode {
         Command::Status(options) => status::run(&options),
         Command::Ping(options) => ask::ping(&options),
         Command::Kernels(options) => kernels::run(&options),
+        Command::Doctor(options) => doctor::run(&options),
+        Command::DoctorProbe(options) => return doctor::probe::run(&options),
         Command::DemoWorker(options) => return demo::worker::run(&options),
         Command::BenchPeer(options) => return bench::peer::be_peer(&options),
         Command::Daemon(options) => return spawn::be_daemon(options),

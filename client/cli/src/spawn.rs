@@ -278,7 +278,11 @@ fn is_ready(http: SocketAddr) -> bool {
     ask().is_ok_and(|status| status.ends_with(b" 200"))
 }
 
-fn wait_within(child: &mut Child, time: Duration) -> anyhow::Result<Option<ExitStatus>> {
+/// The end of a child, where it comes in that time.
+///
+/// # Errors
+/// When it cannot be looked at.
+pub(crate) fn wait_within(child: &mut Child, time: Duration) -> anyhow::Result<Option<ExitStatus>> {
     let deadline = Instant::now() + time;
     loop {
         if let Some(status) = child.try_wait().context("Waiting for a process")? {
