@@ -237,6 +237,8 @@ pub struct DeviceSettings {
     pub artifact_stores: Vec<PathBuf>,
     /// Where the libraries of CUDA devices are.
     pub cuda: Cuda,
+    /// What is logged, and how.
+    pub log: Log,
 }
 
 /// The arguments with which `/proc/self/exe` becomes a device process.
@@ -264,6 +266,7 @@ impl Settings {
             artifact_store: self.artifact_store.clone(),
             artifact_stores: self.artifact_stores.clone(),
             cuda: self.cuda.clone(),
+            log: self.log.clone(),
         }
     }
 }

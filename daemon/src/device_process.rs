@@ -24,6 +24,7 @@ use statecopy_session::{SessionMemory, SessionMemoryError, Waker};
 use crate::config::{DeviceName, DeviceSettings};
 use crate::counters::Counters;
 use crate::link::{self, LinkError, Reply, Request};
+use crate::supervisor::logging;
 
 use executor::Setup;
 use preparer::Preparer;
@@ -95,6 +96,8 @@ pub fn run() -> Result<(), DeviceProcessError> {
         io::stdin().as_fd().try_clone_to_owned().map_err(DeviceProcessError::NoLink)?;
     let link = Arc::new(Connection::from_fd(standard_input).map_err(LinkError::from)?);
     let (id, start) = Start::receive(&link)?;
+    // The supervisor logs by the same settings. Without a log the device serves all the same.
+    logging::start(&start.settings.log).ok();
     match start.settings.device {
         DeviceName::Host => run_device(&link, id, start, open_host),
         DeviceName::Cuda(selector) => {

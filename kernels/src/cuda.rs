@@ -48,7 +48,7 @@ use self::context::Context;
 use self::driver::{Driver, VisibleDevice, select};
 use self::management::Management;
 use self::memory::LegacyHandles;
-use self::store::Artifacts;
+use self::store::{Artifacts, StoreError};
 use self::sys::device_attribute;
 use self::words::Words;
 use crate::device::{Announced, Configuration, Device, DeviceDescription, Footprint};
@@ -94,6 +94,8 @@ pub struct CudaOptions {
     pub allowed_preloads: Vec<String>,
     /// How threads wait in the driver.
     pub scheduling: Scheduling,
+    /// Told of each problem of a store that an artifact was found, or compiled, in spite of.
+    pub passed_over: fn(&StoreError),
 }
 
 impl CudaOptions {
@@ -114,6 +116,7 @@ impl CudaOptions {
             guard,
             allowed_preloads: Vec::new(),
             scheduling: Scheduling::Sleep,
+            passed_over: |_| (),
         }
     }
 }
@@ -252,6 +255,7 @@ impl Device for CudaDevice {
         self.options.guard.enter(Door::Compiler);
         let architecture = self.architecture();
         let artifact = self.options.artifacts.obtain(architecture, CudaClass::of(class))?;
+        artifact.problems.iter().for_each(self.options.passed_over);
         CudaVariants::load(&self.context, class, &artifact.code)
     }
 

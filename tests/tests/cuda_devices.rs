@@ -36,6 +36,40 @@ fn refusal(error: Error) -> Refusal {
 }
 
 #[test]
+fn a_daemon_serves_in_spite_of_a_store_that_it_cannot_use_and_warns() {
+    let bed = CudaBed::default();
+    let filled = bed.stub.store();
+    let damaged = bed.stub.directory().join("damaged");
+    for chip in fs::read_dir(&filled).unwrap().map(Result::unwrap) {
+        for class in fs::read_dir(chip.path()).unwrap().map(Result::unwrap) {
+            let directory = damaged.join(chip.file_name()).join(class.file_name());
+            fs::create_dir_all(&directory).unwrap();
+            for file in fs::read_dir(class.path()).unwrap().map(Result::unwrap) {
+                fs::write(directory.join(file.file_name()), "damaged").unwrap();
+            }
+        }
+    }
+    let blocked = bed.stub.directory().join("file");
+    fs::write(&blocked, "").unwrap();
+    let mut daemon = bed
+        .daemon()
+        .setting("artifact_store", &format!("{:?}", blocked.join("kernels")))
+        .setting("artifact_stores", &format!("[{damaged:?}, {filled:?}]"))
+        .start();
+    drop(CudaWorker::register(&bed, bed.client(&daemon), bed.allocate(1 << 20, PIECES)));
+    daemon.signal(Signal::TERM);
+    assert!(daemon.wait().success());
+    let log = daemon.log();
+    let warned = |parts: &[&str]| {
+        let mut warnings = log.lines().filter(|line| line.contains(" WARN "));
+        warnings.any(|line| parts.iter().all(|part| line.contains(part)))
+    };
+    let (blocked, damaged) = (blocked.display().to_string(), damaged.display().to_string());
+    assert!(warned(&[&blocked, "Not a directory", "remedy", "artifact_store"]), "{log}");
+    assert!(warned(&[&damaged, "is broken", "remedy", "Remove the file"]), "{log}");
+}
+
+#[test]
 fn a_device_that_cannot_serve_ends_the_start_and_says_what_is_missing() {
     let bed = CudaBed::over(&[device(1, "one")]);
     for (options, code, parts) in [

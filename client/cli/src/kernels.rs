@@ -350,7 +350,9 @@ fn directory(options: &KernelsStoreOptions) -> PathBuf {
 
 fn unusable(error: &StoreError) -> Failure {
     match error {
-        StoreError::Io { what: "read", .. } => Failure::usage(error.to_string(), error.remedy()),
+        StoreError::Io { what: "read", .. } | StoreError::Crowded { .. } => {
+            Failure::usage(error.to_string(), error.remedy())
+        }
         _ => Failure::other(error.to_string(), error.remedy()),
     }
 }

@@ -25,7 +25,14 @@ pub(super) fn open(
     let writable = match Store::create(&settings.artifact_store) {
         Ok(store) => Some(store),
         // On a file system that nobody writes to, what no other store has is compiled at each start.
-        Err(StoreError::Io { .. }) => None,
+        Err(error @ StoreError::Io { .. }) => {
+            tracing::warn!(
+                %error,
+                remedy = "let artifact_store name a directory that this user may write",
+                "compiled kernels are not kept"
+            );
+            None
+        }
         Err(error) => return Err(error.into()),
     };
     let compiler = Compiler::open(settings.cuda.nvrtc_directory.as_deref());
@@ -33,6 +40,9 @@ pub(super) fn open(
     let device = CudaDevice::open(CudaOptions {
         driver_library: settings.cuda.driver_library.clone(),
         allowed_preloads: settings.allowed_preloads.clone(),
+        passed_over: |error| {
+            tracing::warn!(%error, remedy = error.remedy(), "a problem of an artifact store was passed over");
+        },
         ..CudaOptions::new(
             selector,
             Arc::clone(&artifacts),

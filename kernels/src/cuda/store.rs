@@ -26,7 +26,7 @@ use super::compile::{Arch, CompileError, Compiler, source_hash};
 /// Digits of the source hash in a file's name.
 const SOURCE_DIGITS: usize = 16;
 const SUFFIX: &str = ".cubin";
-/// Files of one class that are looked at.
+/// Entries of one directory that are looked at.
 const FILES_MAX: usize = 1_024;
 
 /// The store of a user, from the values of `XDG_CACHE_HOME` and `HOME`; without either, that of the system.
@@ -68,6 +68,12 @@ pub enum StoreError {
         /// How.
         broken: Broken,
     },
+    /// A directory that no build fills, of which nothing is used.
+    #[error("{} has more than {FILES_MAX} entries, and what it holds is not looked at", path.display())]
+    Crowded {
+        /// The directory.
+        path: PathBuf,
+    },
 }
 
 impl StoreError {
@@ -85,6 +91,7 @@ impl StoreError {
             Self::Broken { .. } => {
                 "Remove the file, and fill the store again with `statecopy kernels build`."
             }
+            Self::Crowded { .. } => "Remove what is no artifact, and those of older versions.",
         }
     }
 
@@ -482,7 +489,10 @@ fn names(directory: &Path) -> Result<Vec<String>, StoreError> {
         Err(error) => return Err(failed(error)),
     };
     let mut names = Vec::new();
-    for entry in entries.take(FILES_MAX) {
+    for (count, entry) in entries.enumerate() {
+        if count >= FILES_MAX {
+            return Err(StoreError::Crowded { path: directory.to_owned() });
+        }
         // A name that is no UTF-8 is none of ours.
         names.extend(entry.map_err(failed)?.file_name().into_string());
     }

@@ -154,6 +154,24 @@ fn stores_are_read_in_order() {
 }
 
 #[test]
+fn a_directory_with_too_many_entries_is_told_and_not_read_in_part() {
+    let (_directory, store) = new_store();
+    let path = store.save(&key(HOPPER, "nvrtc-13.0"), b"code").unwrap();
+    let directory = path.parent().unwrap();
+    for number in 1..FILES_MAX {
+        fs::write(directory.join(number.to_string()), "").unwrap();
+    }
+    assert_eq!(store.entries().unwrap().len(), 1);
+    fs::write(directory.join("one more"), "").unwrap();
+    let error = store.entries().unwrap_err();
+    assert!(matches!(&error, StoreError::Crowded { path } if path == directory), "{error}");
+    assert!(error.to_string().contains("more than 1024 entries"), "{error}");
+    assert!(error.remedy().contains("older versions"), "{}", error.remedy());
+    let refusal = without_compiler(vec![store]).obtain(HOPPER, class()).unwrap_err();
+    assert!(refusal.sentence().contains("more than 1024 entries"), "{refusal}");
+}
+
+#[test]
 fn writers_at_once_leave_one_whole_file() {
     let (_directory, store) = new_store();
     let key = key(HOPPER, "nvrtc-13.0");
