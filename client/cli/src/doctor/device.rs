@@ -256,3 +256,92 @@ fn costs(sharing: Sharing, streams_work: bool) -> Finding {
         ),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::mps::Mps;
+    use crate::doctor::probe::SeenOutside;
+
+    fn circumstances() -> Circumstances {
+        let mps =
+            Mps { directory: "/pipes".into(), control_owner: None, servers: vec![], own_uid: 7 };
+        Circumstances {
+            mps,
+            gpu_wanted: true,
+            chips: vec!["sm_90".to_owned()],
+            searched: String::new(),
+            selected_max: 64,
+            connections: None,
+            daemon_connections: "32",
+        }
+    }
+
+    fn device(outside: Option<SeenOutside>) -> SeenDevice {
+        SeenDevice {
+            ordinal: 0,
+            name: "GPU".to_owned(),
+            uuid: String::new(),
+            capability: (9, 0),
+            fuses: true,
+            unified_addressing: true,
+            compute_mode: Mode::Shared,
+            shared_by_mps: Some(false),
+            outside,
+        }
+    }
+
+    fn outside() -> SeenOutside {
+        SeenOutside {
+            driver_release: None,
+            is_slice: false,
+            is_divided: Some(false),
+            mps_clients: Some(0),
+        }
+    }
+
+    fn severity(device: &SeenDevice, check: &str) -> Option<Severity> {
+        let findings = judge(device, &[], &circumstances());
+        findings.iter().find(|finding| finding.check == check).map(|finding| finding.severity)
+    }
+
+    #[test]
+    fn a_divided_device_is_a_warning_and_its_slice_is_not() {
+        let of = |outside| severity(&device(outside), "mig");
+        assert_eq!(of(None), None, "nobody tells");
+        assert_eq!(of(Some(outside())), Some(Severity::Ok));
+        assert_eq!(
+            of(Some(SeenOutside { is_divided: Some(true), ..outside() })),
+            Some(Severity::Warning)
+        );
+        assert_eq!(of(Some(SeenOutside { is_slice: true, ..outside() })), Some(Severity::Note));
+    }
+
+    #[test]
+    fn clients_of_mps_that_the_driver_does_not_confirm_leave_it_unclear() {
+        let clients = SeenOutside { mps_clients: Some(3), ..outside() };
+        let (shared, evidence) = sharing(&device(Some(clients)), &circumstances());
+        assert_eq!(shared, Sharing::Unclear);
+        assert!(evidence.contains("counts 3 MPS clients"), "{evidence}");
+        let old = SeenDevice { shared_by_mps: None, ..device(Some(outside())) };
+        let (shared, evidence) = sharing(&old, &circumstances());
+        assert_eq!(shared, Sharing::TimeSlices);
+        assert!(evidence.contains("too old to say"), "{evidence}");
+    }
+
+    #[test]
+    fn a_mode_in_which_nobody_gets_a_context_is_a_problem() {
+        let of =
+            |compute_mode| severity(&SeenDevice { compute_mode, ..device(None) }, "compute_mode");
+        assert_eq!(of(Mode::Prohibited), Some(Severity::Problem));
+        assert_eq!(of(Mode::Exclusive), Some(Severity::Problem));
+        assert_eq!(of(Mode::Unknown), Some(Severity::Note));
+        assert_eq!(of(Mode::Shared), Some(Severity::Ok));
+    }
+
+    #[test]
+    fn a_device_without_unified_addressing_is_not_served() {
+        let lacking = SeenDevice { unified_addressing: false, ..device(None) };
+        assert_eq!(severity(&lacking, "device"), Some(Severity::Problem));
+    }
+}
