@@ -91,15 +91,28 @@ impl Context {
         &self,
         call: impl FnOnce(Current<'_>) -> Result<T, E>,
     ) -> Result<T, E> {
+        let here = Current { context: self, thread: PhantomData };
+        // As in most calls of a worker, whose library uses the same context.
+        if self.is_current()? {
+            return call(here);
+        }
         // SAFETY: the context is retained.
         let status = unsafe { (self.driver.functions().ctx_push_current)(self.context) };
         self.check("cuCtxPushCurrent", status)?;
-        let result = call(Current { context: self, thread: PhantomData });
+        let result = call(here);
         let mut popped = sys::Context(0);
         // SAFETY: the driver writes one handle.
         let status = unsafe { (self.driver.functions().ctx_pop_current)(&raw mut popped) };
         self.check("cuCtxPopCurrent", status)?;
         result
+    }
+
+    fn is_current(&self) -> Result<bool, DriverError> {
+        let mut current = sys::Context(0);
+        // SAFETY: the driver writes one handle.
+        let status = unsafe { (self.driver.functions().ctx_get_current)(&raw mut current) };
+        self.check("cuCtxGetCurrent", status)?;
+        Ok(current == self.context)
     }
 
     /// Whether a call found the context of no more use. Then nothing is given back any more: the device may still write what

@@ -273,6 +273,7 @@ functions! {
     device_primary_ctx_release = "cuDevicePrimaryCtxRelease_v2"(device: Device);
     device_primary_ctx_set_flags = "cuDevicePrimaryCtxSetFlags_v2"(device: Device, flags: c_uint);
     ctx_set_current = "cuCtxSetCurrent"(context: Context);
+    ctx_get_current = "cuCtxGetCurrent"(context: *mut Context);
     ctx_push_current = "cuCtxPushCurrent_v2"(context: Context);
     ctx_pop_current = "cuCtxPopCurrent_v2"(context: *mut Context);
     ctx_synchronize = "cuCtxSynchronize"();
