@@ -276,7 +276,6 @@ fn a_missing_driver_is_a_problem_only_where_a_gpu_is_wanted() {
 }
 
 #[test]
-#[expect(clippy::print_stderr, reason = "a test that is skipped says so")]
 fn this_machine_without_a_driver_can_serve_its_memory() {
     let place = tempfile::tempdir().unwrap();
     let mut command = doctor(place.path(), &["--json"]);
