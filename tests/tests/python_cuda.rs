@@ -6,8 +6,10 @@ use std::process::Command;
 
 use statecopy_tests::{CudaBed, until};
 
-/// The interpreter that has the package, as `tests/run` made it.
-const PYTHON: &str = "STATECOPY_TEST_PYTHON";
+/// An interpreter, as `tests/run` made it.
+const PYTHON: &str = "TEST_PYTHON";
+/// The folder that the package lies in.
+const PACKAGE: &str = "TEST_PACKAGE";
 
 const CASES: [&str; 9] = [
     "indices and flags of the host go with the request",
@@ -23,9 +25,9 @@ const CASES: [&str; 9] = [
 
 #[test]
 fn a_python_worker_copies_device_memory_and_gives_back_what_it_shared() {
-    #[expect(clippy::disallowed_methods, reason = "where tests/run put the interpreter")]
-    let Some(python) = env::var_os(PYTHON) else {
-        println!("skipped: {PYTHON} names no interpreter with the package");
+    #[expect(clippy::disallowed_methods, reason = "where tests/run put them")]
+    let (Some(python), Some(package)) = (env::var_os(PYTHON), env::var_os(PACKAGE)) else {
+        println!("skipped: {PYTHON} and {PACKAGE} name no interpreter and package");
         return;
     };
     let bed = CudaBed::default();
@@ -33,6 +35,7 @@ fn a_python_worker_copies_device_memory_and_gives_back_what_it_shared() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda_worker.py");
     let worked = Command::new(python)
         .arg(script)
+        .env("PYTHONPATH", package)
         .env("STATECOPY_ADDR", daemon.runtime())
         .envs(bed.stub.environment())
         .output()
