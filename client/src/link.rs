@@ -129,7 +129,7 @@ impl Link {
             limits: reply.limits.ok_or(field("OpenReply.limits"))?,
             transport: Transport::Grpc,
         };
-        let device = parse_uuid(&session.device.uuid).ok_or(field("OpenReply.device.uuid"))?;
+        let device = session.device.uuid.parse().map_err(|_| field("OpenReply.device.uuid"))?;
         let token = Token::parse(&reply.token).ok_or(field("OpenReply.token"))?;
         let path = path_seen_here(address.socket(), &reply.descriptor_socket);
         let (socket, ring) = DescriptorSocket::attach(&path, token, call).await?;
@@ -432,21 +432,6 @@ async fn open_session(
     }
 }
 
-/// 32 hexadecimal digits, with or without hyphens.
-fn parse_uuid(text: &str) -> Option<DeviceUuid> {
-    let digits: Vec<u8> = text
-        .chars()
-        .filter(|character| *character != '-')
-        .map(|character| character.to_digit(16).and_then(|digit| u8::try_from(digit).ok()))
-        .collect::<Option<_>>()?;
-    let digits: [u8; 32] = digits.try_into().ok()?;
-    let mut bytes = [0; 16];
-    for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
-        *byte = pair[0] << 4 | pair[1];
-    }
-    Some(DeviceUuid(bytes))
-}
-
 /// What the daemon published, compared with what was registered.
 pub(crate) fn read_published(
     link: &Arc<Link>,
@@ -488,19 +473,4 @@ pub(crate) fn read_published(
         }
     }
     Ok(bound)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_device_uuid_is_read_with_or_without_hyphens() {
-        let bytes = [0x01, 0x23, 0x45, 0x67, 0x89, 0xab, 0xcd, 0xef, 0, 1, 2, 3, 4, 5, 6, 0xff];
-        let uuid = Some(DeviceUuid(bytes));
-        assert_eq!(parse_uuid("01234567-89ab-cdef-0001-0203040506ff"), uuid);
-        assert_eq!(parse_uuid("0123456789ABCDEF00010203040506FF"), uuid);
-        assert_eq!(parse_uuid("0123456789ABCDEF00010203040506F"), None);
-        assert_eq!(parse_uuid("GPU-3456789ABCDEF00010203040506FF"), None);
-    }
 }

@@ -1,10 +1,14 @@
 //! Layout signatures (contract: Layout signature).
 
 use std::fmt;
+use std::str::FromStr;
 
 use statecopy_proto::SignatureHash;
 
 use crate::layout::CacheLayout;
+
+/// Characters of a text that an error repeats.
+const SHOWN_MAX: usize = 64;
 
 /// Which device: its UUID, the same for every process that sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -16,6 +20,29 @@ impl fmt::Display for DeviceUuid {
         let digits = format!("{:032x}", u128::from_be_bytes(self.0));
         let groups = [0..8, 8..12, 12..16, 16..20, 20..32].map(|group| &digits[group]);
         f.write_str(&groups.join("-"))
+    }
+}
+
+/// A text is no UUID of a device.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no UUID of a device as nvidia-smi -L or statecopy status prints it")]
+pub struct DeviceUuidError(String);
+
+/// 32 hexadecimal digits in either case, in groups of 8, 4, 4, 4 and 12 or without any dash, after `GPU-`, `MIG-` or nothing.
+impl FromStr for DeviceUuid {
+    type Err = DeviceUuidError;
+
+    fn from_str(text: &str) -> Result<Self, DeviceUuidError> {
+        let bare = text.strip_prefix("GPU-").or_else(|| text.strip_prefix("MIG-")).unwrap_or(text);
+        let groups = bare.split('-').map(str::len);
+        let is_grouped = groups.clone().eq([8, 4, 4, 4, 12]) || groups.eq([32]);
+        let digits = bare.replace('-', "");
+        let is_hexadecimal = digits.bytes().all(|digit| digit.is_ascii_hexdigit());
+        let number =
+            u128::from_str_radix(&digits, 16).ok().filter(|_| is_grouped && is_hexadecimal);
+        let number =
+            number.ok_or_else(|| DeviceUuidError(text.chars().take(SHOWN_MAX).collect()))?;
+        Ok(Self(number.to_be_bytes()))
     }
 }
 
@@ -87,6 +114,49 @@ mod tests {
 
     fn hash(device: DeviceUuid, layout: &CacheLayout, offset: u64) -> u64 {
         Signature::new(device, layout.clone(), offset).hash().0
+    }
+
+    #[test]
+    fn a_uuid_is_read_as_tools_print_it() {
+        const TEXT: &str = "01234567-89ab-cdef-0011-2233445566ff";
+        let bytes = 0x0123_4567_89ab_cdef_0011_2233_4455_66ff_u128.to_be_bytes();
+        let uuid = Ok(DeviceUuid(bytes));
+        for digits in [TEXT.to_owned(), TEXT.to_uppercase()] {
+            for digits in [digits.replace('-', ""), digits] {
+                for prefix in ["", "GPU-", "MIG-"] {
+                    assert_eq!(format!("{prefix}{digits}").parse(), uuid, "{prefix}{digits}");
+                }
+            }
+        }
+        assert_eq!(DeviceUuid(bytes).to_string(), TEXT);
+    }
+
+    #[test]
+    fn what_is_no_uuid_is_an_error_that_repeats_it_in_bounds() {
+        const TEXT: &str = "01234567-89ab-cdef-0011-2233445566ff";
+        let bare = TEXT.replace('-', "");
+        for text in [
+            "",
+            "GPU-",
+            "0",
+            &TEXT[1..],
+            &format!("{TEXT}0"),
+            &format!("GPU-MIG-{TEXT}"),
+            &format!("gpu-{TEXT}"),
+            &format!("GPU-{}", &bare[4..]),
+            &format!("+{}", &TEXT[1..]),
+            &format!("+{}", &bare[1..]),
+            &format!("{}-{}", &bare[..4], &bare[4..]),
+            &format!("{{{TEXT}}}"),
+            &format!("urn:uuid:{TEXT}"),
+            &TEXT.replace('f', "g"),
+            &TEXT.replace('f', "\u{e9}"),
+        ] {
+            let error = text.parse::<DeviceUuid>().unwrap_err();
+            assert!(error.to_string().starts_with(&format!("{text:?}")), "{error}");
+        }
+        let endless = "0".repeat(10_000).parse::<DeviceUuid>().unwrap_err();
+        assert!(endless.to_string().len() < 200, "{endless}");
     }
 
     #[test]

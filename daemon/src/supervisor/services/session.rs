@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use statecopy_kernels::signature::DeviceUuid;
 use statecopy_proto::descriptor_socket::{TOKEN_BYTES, Token};
 use statecopy_proto::v1::session_service_server::SessionService;
 use statecopy_proto::{ProtocolVersion, Refusal, RefusalCode, v1};
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
-use uuid::Uuid;
 
 use super::{Deadline, Method, Services};
 use crate::supervisor::device::DeviceHandle;
@@ -133,11 +133,8 @@ impl Services {
             return Ok(only);
         }
         // As nvidia-smi prints it, or as the daemon does.
-        let bare = ["GPU-", "MIG-"].into_iter().find_map(|prefix| asked.strip_prefix(prefix));
-        let uuid = Uuid::parse_str(bare.unwrap_or(asked)).ok();
-        let found = devices
-            .iter()
-            .find(|device| Some(Uuid::from_bytes(device.description().uuid.0)) == uuid);
+        let uuid: Option<DeviceUuid> = asked.parse().ok();
+        let found = devices.iter().find(|device| Some(device.description().uuid) == uuid);
         found.ok_or_else(|| {
             let served: Vec<String> = devices
                 .iter()

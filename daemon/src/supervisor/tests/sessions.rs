@@ -74,12 +74,14 @@ async fn a_device_that_is_not_served_is_refused_with_a_list_of_those_that_are() 
         assert_eq!(refusal.code(), RefusalCode::DeviceNotVisible);
         assert!(refusal.sentence().contains(&UUID.to_string()), "{refusal}");
     }
-    let request = v1::OpenRequest {
-        protocol_version: PROTOCOL_NEWEST,
-        device_uuid: UUID.to_string().to_uppercase(),
-        label: String::new(),
-    };
-    daemon.sessions().open(request).await.unwrap();
+    for device_uuid in [UUID.to_string().to_uppercase(), format!("GPU-{UUID}")] {
+        let request = v1::OpenRequest {
+            protocol_version: PROTOCOL_NEWEST,
+            device_uuid,
+            label: String::new(),
+        };
+        daemon.sessions().open(request).await.unwrap();
+    }
 }
 
 #[tokio::test]
