@@ -195,6 +195,28 @@ class Bench:
                 samples[mode][path].append(took)
         return samples
 
+    def parts(self, trials: int) -> dict[str, float]:
+        """Medians in microseconds of what a call is made of: where a copy's time goes that is no copy."""
+        rows = torch.zeros(1, dtype=torch.int32, device=self.device)
+        calls: dict[str, Any] = {
+            "operand": lambda: self.plan.route(rows),
+            "empty_request": lambda: self.plan.gather(self.none),
+            "capsule": lambda: torch._C._from_dlpack(rows.__dlpack__()),
+        }
+        if self.kind == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            calls["idle_stream_synchronise"] = stream.synchronize
+            calls["launch"] = lambda: rows.add_(0)
+            calls["launch_and_synchronise"] = lambda: (rows.add_(0), stream.synchronize())
+        samples: dict[str, list[float]] = {part: [] for part in calls}
+        for _ in range(trials):
+            for part, call in calls.items():
+                self.synchronise()
+                begin = time.perf_counter_ns()
+                call()
+                samples[part].append((time.perf_counter_ns() - begin) / 1e3)
+        return {part: statistics.median(of) for part, of in samples.items()}
+
     def interval(self, peers: Peers, mode: str, path: str, given: Inputs) -> tuple[float, Any]:
         """One call, and what it left: dropped by the caller, outside of the interval."""
         submits = mode == "host_enqueue" and path in peers.submits
@@ -297,6 +319,9 @@ def report(record: dict[str, Any], cases: list[Case]) -> None:
             found = medians[case.name][mode]
             row = "  ".join(f"{path} {found[path]:.1f}" for path in sorted(found))
             print(f"  {case.name:28} {row}")
+    print("\nparts of a call, medians in us")
+    for layout, parts in record["parts_us"].items():
+        print(f"  {layout:28} " + "  ".join(f"{part} {us:.2f}" for part, us in parts.items()))
     print()
     for case in cases:
         found = medians[case.name]["wall"]
@@ -349,9 +374,10 @@ def measure(
     cases: list[Case],
     options: argparse.Namespace,
     pinning: dict[str, int] | None,
-) -> dict[str, Any]:
-    """All samples by case, mode and path."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All samples by case, mode and path, and the parts of a call by layout."""
     samples: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
     torch.manual_seed(options.seed)
     order = random.Random(options.seed)
     name = None if device.type == "cpu" else device
@@ -370,6 +396,7 @@ def measure(
             for case in of_layout:
                 samples[case.name] = bench.measure(case, options.trials)
                 print(f"{len(samples)} of {len(cases)}: {case.name}", file=sys.stderr, flush=True)
+            parts[layout.name] = bench.parts(max(options.trials, 100))
             if (entries := daemon.metric(ENTRIES) - before) != 0:
                 raise AssertionError(
                     f"{entries:.0f} entries of the compiler, environment or allocator while the trials ran"
@@ -377,7 +404,7 @@ def measure(
             client.release()
             del bench
         gc.enable()
-    return samples
+    return samples, parts
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -391,7 +418,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     variables = {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)}
     daemon = Daemon(*flags, variables=variables)
     try:
-        samples = measure(daemon, device, cases, options, pinning)
+        samples, parts = measure(daemon, device, cases, options, pinning)
         os.sched_setaffinity(0, cpus)
         rust = None
         if options.rust is not None:
@@ -421,6 +448,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "modes": MODES,
         "paths": {path: meaning for path, meaning in MEANINGS.items() if device.type == "cuda" or path not in TRITON},
         "samples_us": samples,
+        "parts_us": parts,
         # What `statecopy bench` has beside, and this one has not.
         **dict.fromkeys(("rival", "footprint", "extras", "kernels")),
     }
