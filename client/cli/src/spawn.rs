@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::iter;
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -143,8 +143,8 @@ impl OwnDaemon {
         kill_process(pid, Signal::TERM).context("Asking the daemon to end")?;
         match wait_within(&mut self.child, STOP_MAX)? {
             Some(status) if status.success() => Ok(()),
-            Some(status) => Err(self.failure(&format!("The daemon ended with {status}")).into()),
-            None => Err(self.failure("The daemon does not end when it is asked to").into()),
+            Some(status) => Err(self.ended(status).into()),
+            None => Err(self.failure("The daemon does not end when it is asked to", false).into()),
         }
     }
 
@@ -165,29 +165,38 @@ impl OwnDaemon {
     /// How long there is left for it to get ready.
     fn check_alive(&mut self, deadline: Instant) -> anyhow::Result<Duration> {
         if let Some(status) = self.child.try_wait().context("Looking at the daemon")? {
-            return Err(self.failure(&format!("The daemon ended with {status}")).into());
+            return Err(self.ended(status).into());
         }
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(self.failure("The daemon does not get ready").into());
+            return Err(self.failure("The daemon does not get ready", false).into());
         }
         Ok(left)
     }
 
-    fn failure(&self, what: &str) -> Failure {
+    fn ended(&self, status: ExitStatus) -> Failure {
+        self.failure(&format!("The daemon ended with {status}"), status.signal().is_some())
+    }
+
+    /// Whoever is killed logs nothing of it: what its log ends with is not why.
+    fn failure(&self, what: &str, was_killed: bool) -> Failure {
         let mut log = String::new();
         // Without a log there is nothing more to say.
         let _read = File::open(self.directory.path().join("log"))
             .and_then(|mut file| file.read_to_string(&mut log));
         let lines: Vec<&str> = log.lines().collect();
         let last = &lines[lines.len().saturating_sub(LOG_LINES)..];
-        let remedy = if last.is_empty() {
-            "If nobody killed it, the kernel's log tells why (out of memory?), or `statecopyd serve` started by hand does."
-                .to_owned()
-        } else {
-            format!("Its log ends with:\n    {}", last.join("\n    "))
-        };
-        Failure::other(what, remedy)
+        let mut remedy = Vec::new();
+        if last.is_empty() || was_killed {
+            remedy.push(
+                "If nobody killed it, the kernel's log tells why (out of memory?), or `statecopyd serve` started by hand does."
+                    .to_owned(),
+            );
+        }
+        if !last.is_empty() {
+            remedy.push(format!("Its log ends with:\n    {}", last.join("\n    ")));
+        }
+        Failure::other(what, remedy.join("\n  "))
     }
 }
 
@@ -243,7 +252,7 @@ impl DaemonInUse {
         let lost = Failure::of(&error).exit == RefusalCode::Unavailable.exit_code();
         let patience = if lost { END_SEEN_MAX } else { Duration::ZERO };
         match wait_within(&mut daemon.child, patience) {
-            Ok(Some(status)) => daemon.failure(&format!("The daemon ended with {status}")).into(),
+            Ok(Some(status)) => daemon.ended(status).into(),
             _ => error,
         }
     }
