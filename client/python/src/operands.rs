@@ -376,7 +376,7 @@ impl<'a> Asker<'a> {
     /// A tensor of the session's device. Host tensors of other libraries than the plan's own may hold indices and flags, which
     /// go with the request.
     fn view(self, object: &Bound<'_, PyAny>, role: Role) -> PyResult<View> {
-        let view = View::of(object, role.name)?;
+        let view = View::of_operand(object, role.name)?;
         let is_packed = role.code == PACKED.code;
         let goes_inline = !is_packed && self.is_inline(&view) && self.session.hooks.is_plain();
         if goes_inline || self.session.owns(&view) {

@@ -25,14 +25,25 @@ impl Regions {
         Self { known: sharing::Regions::new(client), swept: AtomicU64::new(0) }
     }
 
+    /// Whether there is nothing to do for an operand: it lies in ordinary host memory, and no region is to be released.
+    pub(crate) fn is_ordinary(&self, place: Place, bytes: u64) -> bool {
+        place.device == Device::Host
+            && !self.is_sweep_due()
+            && memory::find_host(place.address, bytes).is_none()
+    }
+
     /// The place of an operand whose memory is registered already. Waits for nobody.
     pub(crate) fn known(&self, place: Place, bytes: u64) -> Option<Slice> {
         // A region may be of memory that went, where other memory is now: that is for the sweep to find out.
-        let may_be_gone = self.swept.load(Ordering::Relaxed) != memory::allocations_gone();
-        if place.device == Device::Host && may_be_gone {
+        if place.device == Device::Host && self.is_sweep_due() {
             return None;
         }
         self.known.known(place.address, bytes)
+    }
+
+    /// Whether memory of this process went since regions were last released.
+    fn is_sweep_due(&self) -> bool {
+        self.swept.load(Ordering::Relaxed) != memory::allocations_gone()
     }
 
     /// The place of an operand. `None`: its memory cannot be shared, or not now, and is copied instead. The interpreter's lock

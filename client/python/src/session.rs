@@ -124,6 +124,9 @@ impl Session {
             return Ok(Some(slice));
         }
         let place = Place { device: self.device(), address };
+        if self.regions.is_ordinary(place, bytes) {
+            return Ok(None);
+        }
         // In steady state nobody is waited for, and the interpreter's lock is kept: giving it up may cost a thread its turn.
         if let Some(slice) = self.regions.known(place, bytes) {
             return Ok(Some(slice));

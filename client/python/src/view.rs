@@ -85,6 +85,17 @@ enum Lent {
 }
 
 impl View {
+    /// What an operand of a copy is. Strides of axes of one element mean nothing here.
+    ///
+    /// # Errors
+    /// As [`View::of`].
+    pub(crate) fn of_operand(object: &Bound<'_, PyAny>, argument: &str) -> PyResult<Self> {
+        if is_torch(object)? {
+            return torch::view_of_operand(object, argument);
+        }
+        Self::of(object, argument)
+    }
+
     /// What an argument is.
     ///
     /// # Errors

@@ -43,8 +43,16 @@ impl Drop for Borrowed {
 /// # Errors
 /// What the producer raises; ArgumentError for a capsule that is none.
 pub(super) fn view(object: &Bound<'_, PyAny>, argument: &str) -> PyResult<View> {
-    let py = object.py();
-    let capsule = object.call_method0(intern!(py, "__dlpack__"))?;
+    let capsule = object.call_method0(intern!(object.py(), "__dlpack__"))?;
+    view_of(&capsule, argument)
+}
+
+/// The same of a capsule, which is taken over.
+///
+/// # Errors
+/// ArgumentError for a capsule that is none.
+pub(super) fn view_of(capsule: &Bound<'_, PyAny>, argument: &str) -> PyResult<View> {
+    let py = capsule.py();
     let bad = |what: &str| errors::argument(py, argument, None, what);
     let capsule = capsule.cast::<PyCapsule>().map_err(|_| bad("__dlpack__ gave no capsule"))?;
     let pointer = capsule

@@ -7,7 +7,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyModule, PyType};
 use statecopy_proto::DataType;
 
-use super::{Element, Lent, View, Whose};
+use super::{Element, Lent, View, Whose, dlpack};
 use crate::errors;
 use crate::memory::Device;
 
@@ -15,6 +15,9 @@ use crate::memory::Device;
 struct Torch {
     tensor: Py<PyType>,
     dtypes: Vec<(Py<PyAny>, DataType)>,
+    /// Makes a DLPack capsule, without the checks of `__dlpack__`, which take ten times as long; none where torch has it no
+    /// more.
+    to_dlpack: Option<Py<PyAny>>,
 }
 
 static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
@@ -39,8 +42,29 @@ fn torch(py: Python<'_>) -> PyResult<Option<&Torch>> {
     let dtypes = DataType::ALL.into_iter().filter_map(|dtype| {
         module.getattr(dtype.label()).ok().map(|found| (found.unbind(), dtype))
     });
-    let found = Torch { tensor: tensor.cast_into::<PyType>()?.unbind(), dtypes: dtypes.collect() };
+    let to_dlpack = module.getattr(intern!(py, "_C")).and_then(|c| c.getattr("_to_dlpack"));
+    let found = Torch {
+        tensor: tensor.cast_into::<PyType>()?.unbind(),
+        dtypes: dtypes.collect(),
+        to_dlpack: to_dlpack.ok().map(Bound::unbind),
+    };
     Ok(Some(TORCH.get_or_init(py, || found)))
+}
+
+/// A view of an operand: all of it by one call where torch has that, so that the strides of an axis of one element may be
+/// others than the tensor's own.
+///
+/// # Errors
+/// As [`view`].
+pub(super) fn view_of_operand(tensor: &Bound<'_, PyAny>, argument: &str) -> PyResult<View> {
+    let py = tensor.py();
+    let to_dlpack = TORCH.get(py).and_then(|torch| torch.to_dlpack.as_ref());
+    let quick = to_dlpack.and_then(|to_dlpack| {
+        let capsule = to_dlpack.bind(py).call1((tensor,)).ok()?;
+        dlpack::view_of(&capsule, argument).ok()
+    });
+    // What DLPack has no word for is seen by its attributes, and what is wrong with a tensor is said there.
+    quick.map_or_else(|| view(tensor, argument), Ok)
 }
 
 /// # Errors

@@ -19,7 +19,11 @@ impl View {
     /// The values, last axis fastest. The caller knows that the element type has `T`'s size, and that it lies in host memory.
     pub(crate) fn values<T: Plain>(&self) -> Vec<T> {
         let mut values = Vec::with_capacity(usize::try_from(self.numel()).unwrap_or_default());
-        self.each_offset(|offset| values.push(self.read(offset)));
+        if self.is_contiguous() {
+            values.extend((0..self.numel().cast_signed()).map(|offset| self.read::<T>(offset)));
+        } else {
+            self.each_offset(|offset| values.push(self.read(offset)));
+        }
         values
     }
 

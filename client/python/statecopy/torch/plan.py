@@ -55,7 +55,12 @@ class Plan:
         """
         if is_compiling():
             return self._traced_gather(indices, flags, (out, lane, timeout_s))
-        packed: torch.Tensor = self._gather(indices, flags, out=out, lane=lane, timeout_s=timeout_s)
+        packed: torch.Tensor
+        if out is None and lane is None and timeout_s is None:
+            # As layers call it: keywords cost as much as the look-up of an operand.
+            packed = self._gather(indices, flags)
+            return packed
+        packed = self._gather(indices, flags, out=out, lane=lane, timeout_s=timeout_s)
         return packed
 
     def scatter(
