@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+import statecopy
 from statecopy import _core
+from statecopy._client import Session
 from statecopy.errors import ArgumentError
 from statecopy.torch import device as devices
 from statecopy.torch.fallback import Fallback
@@ -19,7 +21,6 @@ from statecopy.torch.plan import BindingSet, Plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
 OnUnavailable = Literal["raise", "local"]
 
@@ -60,31 +61,14 @@ def connect(
     return Client(core, hooks, fallback, debug=debug)
 
 
-class Plans(Mapping[str, Plan]):
-    """The plans of a registration by name, and its binding sets."""
-
-    def __init__(self, plans: dict[str, Plan], sets: dict[str, BindingSet]) -> None:
-        self._plans = plans
-        self.sets: Mapping[str, BindingSet] = sets
-
-    def __getitem__(self, name: str) -> Plan:
-        return self._plans[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._plans)
-
-    def __len__(self) -> int:
-        return len(self._plans)
-
-    def __repr__(self) -> str:
-        return f"<statecopy.torch.Plans {list(self._plans)} sets={list(self.sets)}>"
+Plans = statecopy.Plans[Plan, BindingSet]
 
 
-class Client:
-    """One session. It ends with :meth:`close`, or with the ``with`` statement."""
+class Client(Session):
+    """A client over torch tensors. Made by :func:`connect`."""
 
     def __init__(self, core: _core.Client, hooks: Hooks, fallback: Fallback | None, *, debug: bool) -> None:
-        self._core = core
+        super().__init__(core)
         self._hooks = hooks
         self._fallback = fallback
         self._plans: dict[str, Plan] = {}
@@ -138,7 +122,7 @@ class Client:
                 else LocalBindingSet(of_daemon, of, fallback, check_unique=unique)
             )
         self._plans = plans
-        return Plans(plans, made)
+        return statecopy.Plans(plans, made)
 
     def rebind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Moves published layers to other tensors of the same signature, without preparing again. Their plans go on.
@@ -153,20 +137,9 @@ class Client:
 
     def release(self) -> None:
         """Gives the memory of the published layers back, before the worker sleeps. :meth:`rebind` wakes them."""
-        self._core.release()
+        super().release()
         for plan in self._plans.values():
             plan._bind(None)
-
-    def trim(self) -> int:
-        """Gives up shared regions and pooled buffers that nothing uses: how many bytes.
-
-        Call it where ``torch.cuda.empty_cache`` is called.
-        """
-        return int(self._core.trim())
-
-    def freeze(self) -> None:
-        """From now on memory that is new to the client is copied into a pooled buffer instead of being registered."""
-        self._core.freeze()
 
     def counters(self) -> dict[str, int]:
         """What this client did and holds, in numbers.
@@ -174,35 +147,10 @@ class Client:
         ``local_gathers``, ``local_scatters`` and ``outages`` are those of its fallback.
         """
         local = {"local_gathers": 0, "local_scatters": 0, "outages": 0}
-        return {**self._core.counters(), **(local if self._fallback is None else self._fallback.counters())}
-
-    def ping(self) -> None:
-        """Returns once the daemon has answered."""
-        self._core.ping()
-
-    def info(self) -> dict[str, Any] | None:
-        """What was agreed on with the daemon; None while there is no session."""
-        return self._core.info()
-
-    def inspect(self) -> dict[str, Any]:
-        """Everything that the daemon serves, as ``statecopy status --json`` prints it."""
-        return self._core.inspect()
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was closed, or belongs to the parent of this process."""
-        return self._core.closed
+        return {**super().counters(), **(local if self._fallback is None else self._fallback.counters())}
 
     def close(self) -> None:
         """Ends the session and gives back everything that it owned."""
-        self._core.close()
+        super().close()
         for plan in self._plans.values():
             plan._bind(None)
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
