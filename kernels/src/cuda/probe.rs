@@ -28,8 +28,8 @@ const PAGE_BYTES: u64 = 64 << 10;
 const WRITTEN: u64 = 0;
 /// The word that the stream waits for. It has a line of its own.
 const AWAITED: u64 = 128;
-/// How long a wait that must not end is looked at.
-const HELD: Duration = Duration::from_millis(2);
+/// How long a wait that must not end is looked at: long enough for a stream that waits for nothing, on a machine that is busy.
+const HELD: Duration = Duration::from_millis(500);
 /// Between two looks at a word.
 const LOOK: Duration = Duration::from_micros(50);
 
