@@ -9,11 +9,11 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyMapping, PyTuple};
 use statecopy_client::status::Status;
 use statecopy_client::{
-    Address, ConnectOptions, Layer, Progress, Rebind, RefusalCode, Registration, Slice, Stage,
-    Strides, Transport, blocking,
+    Address, ConnectOptions, Error, Layer, Progress, Rebind, RefusalCode, Registration, Slice,
+    Stage, Strides, Transport, blocking,
 };
 
-use crate::copy::seconds_of;
+use crate::copy::{micros_of, seconds_of};
 use crate::errors;
 use crate::hooks::Hooks;
 use crate::plan::{BindingSet, Facts, Plan};
@@ -43,7 +43,7 @@ pub(crate) fn connect(
     reconnect_s: Option<f64>,
     transport: &str,
     spin_us: f64,
-    pool_bytes_max: Option<u64>,
+    pool_bytes_max: Option<i64>,
     hooks: Option<Py<PyAny>>,
 ) -> PyResult<Client> {
     let transport = match transport {
@@ -58,6 +58,8 @@ pub(crate) fn connect(
         Some(seconds) => seconds_of(py, "reconnect_s", seconds)?,
         None => ConnectOptions::default().reconnect_for,
     };
+    let pool_bytes_max = pool_bytes_max.map(|bytes| bytes_of(py, "pool_bytes_max", bytes));
+    let pool_bytes_max = pool_bytes_max.transpose()?;
     let options = ConnectOptions {
         reconnect_for,
         label: label.to_owned(),
@@ -65,13 +67,13 @@ pub(crate) fn connect(
         wait_for: seconds_of(py, "wait_s", wait_s)?,
         call_timeout: seconds_of(py, "timeout_s", timeout_s)?,
         register_timeout: seconds_of(py, "register_timeout_s", register_timeout_s)?,
-        spin: seconds_of(py, "spin_us", spin_us / 1e6)?,
+        spin: micros_of(py, "spin_us", spin_us)?,
         transport,
         ..ConnectOptions::default()
     };
     let connected = py.detach(|| {
         let address = match address {
-            Some(address) => address.parse().map_err(statecopy_client::Error::from)?,
+            Some(address) => address.parse().map_err(Error::from)?,
             None => Address::from_env()?,
         };
         let client = blocking::Client::connect(address, options)?;
@@ -81,6 +83,13 @@ pub(crate) fn connect(
     let (client, guest) = connected.map_err(|error| errors::raise(py, &error))?;
     let session = Session::new(client, guest, Hooks::new(hooks), pool_bytes_max);
     Ok(Client { session: Arc::new(session) })
+}
+
+fn bytes_of(py: Python<'_>, name: &str, bytes: i64) -> PyResult<u64> {
+    u64::try_from(bytes).map_err(|_| {
+        let message = format!("{bytes} was given; a number of bytes, 0 or more, is needed");
+        errors::argument(py, name, None, &message)
+    })
 }
 
 /// A layer's cache, found in shared memory.
@@ -221,7 +230,12 @@ impl Client {
         let bindings = match done {
             Ok(bindings) => bindings,
             Err(error) => {
-                session.keep(py, BTreeMap::new());
+                // A refusal withdraws what was published; whoever did not answer withdrew nothing.
+                if matches!(error, Error::Refused(_)) {
+                    session.keep(py, BTreeMap::new());
+                } else {
+                    session.keep_as_before(py);
+                }
                 return Err(errors::raise(py, &error));
             }
         };
@@ -313,6 +327,11 @@ impl Client {
         counters.set_item("pool_hits", pool.hits)?;
         counters.set_item("pool_misses", pool.misses)?;
         Ok(counters)
+    }
+
+    /// Whether layers are published, as far as this client knows.
+    fn _has_layers(&self) -> bool {
+        self.session.has_layers()
     }
 
     /// Whether a copy that nobody waits for may still run: it was given up, or the daemon went away under it and its device

@@ -41,8 +41,18 @@ fn lane_of(py: Python<'_>, number: i64) -> PyResult<u32> {
 /// # Errors
 /// ArgumentError for a number that is no time.
 pub(crate) fn seconds_of(py: Python<'_>, name: &str, seconds: f64) -> PyResult<Duration> {
+    time_of(py, name, seconds, seconds, "seconds")
+}
+
+/// # Errors
+/// As [`seconds_of`].
+pub(crate) fn micros_of(py: Python<'_>, name: &str, micros: f64) -> PyResult<Duration> {
+    time_of(py, name, micros, micros / 1e6, "microseconds")
+}
+
+fn time_of(py: Python<'_>, name: &str, given: f64, seconds: f64, unit: &str) -> PyResult<Duration> {
     Duration::try_from_secs_f64(seconds).map_err(|_| {
-        let message = format!("{seconds} was given; a number of seconds, 0 or more, is needed");
+        let message = format!("{given} was given; a finite number of {unit}, 0 or more, is needed");
         errors::argument(py, name, None, &message)
     })
 }

@@ -198,8 +198,8 @@ impl<'a> Asker<'a> {
             FLAGS.wrong(py, &format!("{given} flags were given for {selected} selected rows"))
         };
         if is_list(object) {
-            let values: Vec<bool> = object.extract().map_err(|error: PyErr| {
-                FLAGS.wrong(py, &format!("a list of bools is needed: {error}"))
+            let values = truths_of_list(object).map_err(|error| {
+                FLAGS.wrong(py, &format!("a list of bools or integers is needed: {error}"))
             })?;
             if values.len() as u64 != selected {
                 return Err(wrong_count(values.len() as u64));
@@ -435,6 +435,14 @@ fn is_list(object: &Bound<'_, PyAny>) -> bool {
     object.is_instance_of::<PyList>()
         || object.is_instance_of::<PyTuple>()
         || object.is_instance_of::<PyRange>()
+}
+
+fn truths_of_list(list: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
+    if let Ok(bools) = list.extract() {
+        return Ok(bools);
+    }
+    let integers: Vec<i64> = list.extract()?;
+    Ok(integers.into_iter().map(|integer| integer != 0).collect())
 }
 
 fn is_flag(dtype: DataType) -> bool {

@@ -171,6 +171,16 @@ impl Session {
         drop(before);
     }
 
+    /// Keeps what was registered before, after an attempt that changed nothing.
+    pub(crate) fn keep_as_before(&self, py: Python<'_>) {
+        py.detach(|| self.settle_pins());
+    }
+
+    /// Whether the tensors of a registration are kept.
+    pub(crate) fn has_layers(&self) -> bool {
+        !lock(&self.registered).is_empty()
+    }
+
     /// The same for the layers that moved.
     pub(crate) fn keep_moved(&self, py: Python<'_>, moved: BTreeMap<String, Registered>) {
         let mut before = Vec::new();

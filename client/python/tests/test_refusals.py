@@ -277,3 +277,20 @@ def test_layouts_that_differ_only_in_where_they_lie_serve_alike(client: statecop
     plans = client.register({name: cache.states for name, cache in caches.items()}, max_selected=4)
     for name, cache in caches.items():
         assert bytes_of(plans[name].gather(int32(5, 0))) == cache.gathered([5, 0]), name
+
+
+def test_an_empty_array_is_packed_of_no_rows(client: statecopy.Client) -> None:
+    cache = statecopy.empty((4, 2, 3, 5), "float32")
+    plan = client.register({"layer": cache}, max_selected=2)["layer"]
+    nothing = np.zeros((0, 2, 3, 5), np.float32)
+    plan.scatter(nothing, [])
+    assert plan.gather([], out=nothing) is nothing
+
+
+def test_flags_may_be_a_list_of_integers(client: statecopy.Client) -> None:
+    cache = statecopy.empty((4, 2, 3, 5), "float32")
+    np.asarray(cache)[:] = 7
+    plan = client.register({"layer": cache}, max_selected=2)["layer"]
+    packed = np.asarray(plan.gather([1, 2], [0, 3]))
+    assert not packed[0].any()
+    assert (packed[1] == 7).all()

@@ -101,8 +101,17 @@ class Client(Session):
         # As late as can be, so that a model's own definition of the names comes first.
         define("vllm")
         of_sets = {name: list(members) for name, members in (sets or {}).items()}
-        found, found_sets = self._core._register(states, max_selected, of_sets, unique, progress)
+        try:
+            found, found_sets = self._core._register(states, max_selected, of_sets, unique, progress)
+        except BaseException:
+            # A refusal withdraws what was published; a failure before it leaves it as it is.
+            if not self._core._has_layers():
+                self._retire()
+            raise
+        self._retire()
         fallback = self._fallback
+        if fallback is not None:
+            fallback.answered()
         plans: dict[str, Plan] = {}
         for name, state in states.items():
             layer = name if layers else None
@@ -124,6 +133,11 @@ class Client(Session):
         self._plans = plans
         return statecopy.Plans(plans, made)
 
+    def _retire(self) -> None:
+        for plan in self._plans.values():
+            plan._retire()
+        self._plans = {}
+
     def rebind(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Moves published layers to other tensors of the same signature, without preparing again. Their plans go on.
 
@@ -134,6 +148,8 @@ class Client(Session):
         self._core.rebind(states)
         for name, state in states.items():
             self._plans[name]._bind(state)
+        if self._fallback is not None:
+            self._fallback.answered()
 
     def release(self) -> None:
         """Gives the memory of the published layers back, before the worker sleeps. :meth:`rebind` wakes them."""

@@ -69,6 +69,11 @@ class Fallback:
             self._local_since += 1
         return result
 
+    def answered(self) -> None:
+        """The daemon answered another call than a copy: an outage is over."""
+        if self._away:
+            self._come_back()
+
     def counters(self) -> dict[str, int]:
         """``local_gathers``, ``local_scatters`` and ``outages`` since the client connected."""
         with self._changing:

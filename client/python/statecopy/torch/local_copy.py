@@ -7,8 +7,10 @@ flags never suppress a final write. No value is read on the host where the tenso
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from statecopy.errors import ArgumentError
 from statecopy.torch.checks import check_flags, check_indices, check_packed, check_selected
@@ -55,6 +57,7 @@ def scatter(states: Sequence[torch.Tensor], packed: torch.Tensor, indices: torch
     check_packed((len(states), indices.shape[0], *first.shape[1:]), first, packed)
     if indices.shape[0] == 0:
         return
+    check_apart(states, packed, "packed")
     packed = packed.detach().to(first.dtype).contiguous()
     (_scatter_blindly if first.is_cuda else _scatter_on_host)(states, packed, indices)
 
@@ -79,6 +82,44 @@ def _scatter_blindly(states: Sequence[torch.Tensor], packed: torch.Tensor, indic
         cells, source = bits(state), bits(packed[layer])
         donated = torch.where(none, cells[:1], source.index_select(0, donor))
         cells.index_copy_(0, rows, torch.where(valid.view(-1, 1, 1, 1), source, donated))
+
+
+def foreign(packed: Any) -> torch.Tensor:
+    """Packed of another library, as the daemon's path takes it too."""
+    if isinstance(packed, torch.Tensor):
+        return packed
+    try:
+        return from_dlpack(packed)
+    except (TypeError, AttributeError, BufferError, RuntimeError) as error:
+        raise ArgumentError(
+            f"packed is a {type(packed).__name__}, which is no tensor: {error}",
+            code="PACKED_MISMATCH",
+            remedy="Give a tensor that has DLPack.",
+            about="packed",
+        ) from error
+
+
+def check_apart(states: Sequence[torch.Tensor], tensor: torch.Tensor, name: str) -> None:
+    """Raises ``ArgumentError`` where a tensor lies in a payload of a state (contract: Both). Reads addresses alone.
+
+    One that has to be converted first never reaches the copy itself.
+    """
+    if not tensor.is_contiguous() or tensor.dtype != states[0].dtype:
+        return
+    size = tensor.element_size()
+    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * size
+    for state in states:
+        base, page = state.data_ptr(), state.stride(0) * size
+        payload = state[0].numel() * size
+        first = max((start - base - payload) // page + 1, 0)
+        inside = start < end and first < state.shape[0] and base + first * page < end
+        if inside:
+            raise ArgumentError(
+                f"{name} lies in the payload of row {first} of the state",
+                code="OVERLAP",
+                remedy="Use memory that no cache payload touches.",
+                about=name,
+            )
 
 
 def check_unique(state: torch.Tensor, indices: torch.Tensor) -> None:

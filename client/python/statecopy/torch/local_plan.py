@@ -44,6 +44,8 @@ class LocalPlan(Plan):
 
         def copy() -> torch.Tensor:
             rows, truths = local_copy.operands(self.state, indices, flags)
+            if out is not None:
+                local_copy.check_apart([self.state], out, "out")
             return local_copy.finish(local_copy.gather([self.state], rows, truths, self.max_selected)[0], out)
 
         return self._fallback.run("local_gathers", ask, copy)
@@ -68,7 +70,7 @@ class LocalPlan(Plan):
             rows, _ = local_copy.operands(self.state, indices, None)
             if self._check_unique:
                 local_copy.check_unique(self.state, rows)
-            local_copy.scatter([self.state], packed.unsqueeze(0), rows, self.max_selected)
+            local_copy.scatter([self.state], local_copy.foreign(packed).unsqueeze(0), rows, self.max_selected)
 
         self._fallback.run("local_scatters", ask, copy)
 
@@ -101,6 +103,8 @@ class LocalBindingSet(BindingSet):
         def copy() -> torch.Tensor:
             states = [plan.state for plan in self.plans]
             rows, truths = local_copy.operands(states[0], indices, flags)
+            if out is not None:
+                local_copy.check_apart(states, out, "out")
             return local_copy.finish(local_copy.gather(states, rows, truths, self.max_selected), out)
 
         return self._fallback.run("local_gathers", ask, copy)
@@ -124,6 +128,6 @@ class LocalBindingSet(BindingSet):
             rows, _ = local_copy.operands(states[0], indices, None)
             if self._check_unique:
                 local_copy.check_unique(states[0], rows)
-            local_copy.scatter(states, packed, rows, self.max_selected)
+            local_copy.scatter(states, local_copy.foreign(packed), rows, self.max_selected)
 
         self._fallback.run("local_scatters", ask, copy)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch.compiler import is_compiling
 
-from statecopy.errors import ArgumentError, HandleError
+from statecopy.errors import ArgumentError, HandleError, PlanError
 from statecopy.torch.memory import dtype_of
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Plan:
         self._gather = core.gather
         self._scatter = core.scatter
         self._state: torch.Tensor | None = state
+        self._retired = False
         self.layer = layer
 
     def gather(
@@ -137,6 +138,13 @@ class Plan:
     @property
     def state(self) -> torch.Tensor:
         """The tensor that is bound now."""
+        if self._retired:
+            raise PlanError(
+                f"The registration that plan {self.name} came from was replaced or withdrawn",
+                code="STALE_PLAN",
+                remedy="Use the plans of the latest registration, or register again.",
+                about=self.name,
+            )
         if self._state is None:
             raise HandleError(
                 f"The memory of {self.name} was released",
@@ -148,6 +156,11 @@ class Plan:
 
     def _bind(self, state: torch.Tensor | None) -> None:
         self._state = state
+
+    def _retire(self) -> None:
+        """The daemon knows it no more: neither may a copy in this process."""
+        self._state = None
+        self._retired = True
 
     @property
     def name(self) -> str:

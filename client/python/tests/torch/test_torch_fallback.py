@@ -384,3 +384,94 @@ class TestWhenToFallBack:
             now[0] += 0.1
         assert len(asked) == 5
         assert made.run("local_gathers", lambda: "served", lambda: "local") in ("served", "local")
+
+
+def test_a_plan_that_the_daemon_refuses_is_not_copied_for_while_it_is_away(
+    daemon: Daemon, local: statecopy.torch.Client
+) -> None:
+    one, two = Cache(seed=1), Cache(seed=2)
+    old = local.register({"a": one.state}, max_selected=4)["a"]
+    new = local.register({"b": two.state}, max_selected=4)["b"]
+    with pytest.raises(statecopy.PlanError):
+        old.gather(int32(1))
+    daemon.kill()
+    assert same_bits(new.gather(int32(1)), two.gathered(int32(1)))
+    for copy in (lambda: old.gather(int32(1)), lambda: old.scatter(one.packed(1), int32(1))):
+        with pytest.raises(statecopy.PlanError) as caught:
+            copy()
+        assert caught.value.code == "STALE_PLAN"
+    one.check()
+
+
+def test_a_refused_registration_ends_its_predecessor_also_for_local_copies(
+    daemon: Daemon, local: statecopy.torch.Client
+) -> None:
+    cache = Cache()
+    old = local.register({"a": cache.state}, max_selected=4)["a"]
+    with pytest.raises(statecopy.ArgumentError):
+        local.register({"b": Cache().state}, max_selected=0)
+    daemon.kill()
+    with pytest.raises(statecopy.PlanError):
+        old.gather(int32(1))
+
+
+def test_a_registration_that_nobody_answers_ends_nothing(daemon: Daemon) -> None:
+    cache = Cache()
+    with statecopy.torch.connect(daemon.address, on_unavailable="local", timeout_s=2, register_timeout_s=1) as client:
+        plan = client.register({"a": cache.state}, max_selected=4)["a"]
+        daemon.kill()
+        with pytest.raises(statecopy.Error):
+            client.register({"b": Cache().state}, max_selected=4)
+        assert same_bits(plan.gather(int32(1)), cache.gathered(int32(1)))
+        daemon.restart()
+        before = client.counters()["gathers"]
+
+        def is_served() -> bool:
+            assert same_bits(plan.gather(int32(1)), cache.gathered(int32(1)))
+            return client.counters()["gathers"] > before
+
+        eventually("the daemon serves the old plan again", is_served)
+
+
+def test_a_registration_that_is_answered_ends_the_outage(daemon: Daemon, local: statecopy.torch.Client) -> None:
+    cache = Cache()
+    plan = plan_of(local, cache)
+    daemon.kill()
+    plan.gather(int32(1))
+    assert local.counters()["local_gathers"] == 1
+    daemon.restart()
+    plan = plan_of(local, cache)
+    plan.gather(int32(1))
+    assert local.counters()["local_gathers"] == 1
+
+
+def test_packed_in_the_cache_is_refused_in_an_outage_too(daemon: Daemon, local: statecopy.torch.Client) -> None:
+    # Rows begin where packed may: nothing of them has to be copied first.
+    state = statecopy.torch.empty((6, 2, 4, 4), torch.float32, (48, 16, 4, 1))
+    state.copy_(torch.arange(6 * 32).view(6, 2, 4, 4))
+    before = state.clone()
+    plan = local.register({"layer": state}, max_selected=4)["layer"]
+    calls = (
+        lambda: plan.scatter(state[1:2], int32(3)),
+        lambda: plan.gather(int32(3), out=state[1:2]),
+    )
+    for away in (False, True):
+        if away:
+            daemon.kill()
+        for call in calls:
+            with pytest.raises(statecopy.ArgumentError) as caught:
+                call()
+            assert caught.value.code == "OVERLAP", (away, caught.value)
+    assert same_bits(state.contiguous(), before.contiguous())
+
+
+def test_packed_of_another_library_is_taken_in_an_outage_too(daemon: Daemon, local: statecopy.torch.Client) -> None:
+    cache = Cache()
+    plan = plan_of(local, cache)
+    final = cache.packed(2)
+    daemon.kill()
+    plan.scatter(final.numpy(), int32(1, 2))  # type: ignore[arg-type]
+    cache.scatter(final, int32(1, 2))
+    cache.check()
+    with pytest.raises(statecopy.ArgumentError):
+        plan.scatter("final", int32(1, 2))  # type: ignore[arg-type]
