@@ -101,19 +101,34 @@ impl Known {
 }
 
 impl Table {
-    /// The region of so many bytes, and their place in it. One of other memory than is there now comes out.
-    fn look(&mut self, address: u64, bytes: u64, keeps: Keeps) -> Looked {
+    /// The known region of so many bytes, noted as used if it is what was registered.
+    fn touch(&mut self, address: u64, bytes: u64) -> Touched<'_> {
         self.uses += 1;
         let used = self.uses;
-        let Some((place, offset)) = self.known.find(address, bytes) else { return Looked::Unknown };
+        let Some((place, offset)) = self.known.find(address, bytes) else {
+            return Touched::Unknown;
+        };
         let known = self.known.at(place);
-        if known.is_unchanged(address, bytes) {
-            known.used = used;
-            known.pinned |= keeps == Keeps::Always;
-            return Looked::Found(known.region.at(offset));
+        if !known.is_unchanged(address, bytes) {
+            return Touched::Changed(place);
         }
-        self.dropped += 1;
-        Looked::Replaced(self.known.remove(place).region)
+        known.used = used;
+        Touched::Unchanged(known, offset)
+    }
+
+    /// The region of so many bytes, and their place in it. One of other memory than is there now comes out.
+    fn look(&mut self, address: u64, bytes: u64, keeps: Keeps) -> Looked {
+        match self.touch(address, bytes) {
+            Touched::Unchanged(known, offset) => {
+                known.pinned |= keeps == Keeps::Always;
+                Looked::Found(known.region.at(offset))
+            }
+            Touched::Changed(place) => {
+                self.dropped += 1;
+                Looked::Replaced(self.known.remove(place).region)
+            }
+            Touched::Unknown => Looked::Unknown,
+        }
     }
 
     /// Adds a region, unless there is one for these bytes by now. The place, and the regions that are to go.
@@ -186,6 +201,15 @@ enum Missing {
 enum Keeps {
     WhileUsed,
     Always,
+}
+
+/// What lies in the table for an address.
+enum Touched<'a> {
+    /// The region, and how far from its start.
+    Unchanged(&'a mut Known, u64),
+    /// Of other memory than is there now: its place in the table.
+    Changed(usize),
+    Unknown,
 }
 
 /// What a look into the table found.
@@ -325,16 +349,10 @@ impl Regions {
     /// The place of memory that is registered already, if it is what it was then. Asks no daemon.
     #[must_use]
     pub fn known(&self, address: u64, bytes: u64) -> Option<Slice> {
-        let mut table = lock(&self.table);
-        let (place, offset) = table.known.find(address, bytes)?;
-        if !table.known.at(place).is_unchanged(address, bytes) {
-            return None;
+        match lock(&self.table).touch(address, bytes) {
+            Touched::Unchanged(known, offset) => Some(known.region.at(offset)),
+            Touched::Changed(_) | Touched::Unknown => None,
         }
-        table.uses += 1;
-        let used = table.uses;
-        let known = table.known.at(place);
-        known.used = used;
-        Some(known.region.at(offset))
     }
 
     fn look(&self, address: u64, bytes: u64, keeps: Keeps) -> Result<Slice, Missing> {
