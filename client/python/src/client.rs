@@ -16,7 +16,7 @@ use statecopy_client::{
 use crate::copy::{micros_of, seconds_of};
 use crate::errors;
 use crate::hooks::Hooks;
-use crate::plan::{BindingSet, Facts, Plan};
+use crate::plan::{BindingSet, Plan, Published};
 use crate::session::{Registered, Session};
 use crate::view::View;
 
@@ -242,29 +242,20 @@ impl Client {
         if let Some(raised) = raised {
             return Err(raised);
         }
-        let facts = |name: &str, of: &statecopy_client::Plan, is_set: bool| {
+        let published = |name: &str, plan: &blocking::Plan, is_set: bool| {
             let first = sets.get(name).filter(|_| is_set).and_then(|layers| layers.first());
             let layer = first.map_or(name, String::as_str);
             let shape =
                 caches.iter().find(|cache| cache.name == layer).map(|cache| cache.layer.shape);
-            Facts {
-                dtype: of.dtype(),
-                shape: shape.unwrap_or_default(),
-                layers: of.layers(),
-                is_set,
-                max_selected: of.max_selected(),
-                payload_bytes: of.payload_bytes(),
-            }
+            Published { plan: plan.clone(), shape: shape.unwrap_or_default(), is_set }
         };
         let (plans, of_sets) = (PyDict::new(py), PyDict::new(py));
         for (name, plan) in bindings.layers() {
-            let facts = facts(name, plan.as_async(), false);
-            let plan = Plan::new(Arc::clone(session), plan.clone(), facts);
+            let plan = Plan::new(Arc::clone(session), published(name, plan, false));
             plans.set_item(name, Bound::new(py, plan)?)?;
         }
         for (name, plan) in bindings.sets() {
-            let facts = facts(name, plan.as_async(), true);
-            let plan = BindingSet::new(Arc::clone(session), plan.clone(), facts);
+            let plan = BindingSet::new(Arc::clone(session), published(name, plan, true));
             of_sets.set_item(name, Bound::new(py, plan)?)?;
         }
         session.keep(py, registered(caches));

@@ -10,7 +10,7 @@ use statecopy_client::{Direction, Error, Leaves, Moved, Request, Slice};
 
 use crate::errors;
 use crate::operands::{Asker, FlagOperand, IndexOperand, Shared};
-use crate::plan::Facts;
+use crate::plan::Published;
 use crate::session::{Session, lane_of_this_thread};
 use crate::view::View;
 
@@ -105,18 +105,17 @@ impl Prepared {
     pub(crate) fn gather(
         py: Python<'_>,
         session: &Arc<Session>,
-        plan: &Plan,
-        facts: &Facts,
+        published: &Published,
         arguments: (&Bound<'_, PyAny>, &Bound<'_, PyAny>, &Bound<'_, PyAny>),
         manner: Manner,
     ) -> PyResult<Self> {
         let (indices, flags, out) = arguments;
-        let asker = asker(py, session, facts)?;
+        let asker = asker(py, session, published)?;
         let indices = asker.indices(indices)?;
         let selected = indices.selected();
         let flags = asker.flags(flags, selected)?;
-        let shape = facts.packed_shape(selected);
-        let bytes = facts.packed_bytes(selected);
+        let shape = published.packed_shape(selected);
+        let bytes = published.plan.packed_bytes(selected);
         let given = if out.is_none() { None } else { Some(asker.packed_out(out, &shape)?) };
         let packed = match given {
             Some((_, Some(shared))) => Packed::InPlace(shared),
@@ -126,7 +125,8 @@ impl Prepared {
             }
             None => Packed::Pooled(session.take(py, bytes, asker.stream)?, shape),
         };
-        let (session, plan, direction) = (Arc::clone(session), plan.clone(), Direction::Gather);
+        let (session, plan, direction) =
+            (Arc::clone(session), published.plan.clone(), Direction::Gather);
         let stream = asker.stream;
         Ok(Self { session, plan, direction, indices, flags, packed, manner, stream })
     }
@@ -136,17 +136,17 @@ impl Prepared {
     pub(crate) fn scatter(
         py: Python<'_>,
         session: &Arc<Session>,
-        plan: &Plan,
-        facts: &Facts,
+        published: &Published,
         arguments: (&Bound<'_, PyAny>, &Bound<'_, PyAny>),
         manner: Manner,
     ) -> PyResult<Self> {
         let (packed, indices) = arguments;
-        let asker = asker(py, session, facts)?;
+        let asker = asker(py, session, published)?;
         let indices = asker.indices(indices)?;
-        let shape = facts.packed_shape(indices.selected());
+        let shape = published.packed_shape(indices.selected());
         let packed = Packed::Source(asker.packed_in(packed, &shape)?);
-        let (session, plan, direction) = (Arc::clone(session), plan.clone(), Direction::Scatter);
+        let (session, plan, direction) =
+            (Arc::clone(session), published.plan.clone(), Direction::Scatter);
         let stream = asker.stream;
         Ok(Self { session, plan, direction, indices, flags: None, packed, manner, stream })
     }
@@ -243,11 +243,15 @@ impl Prepared {
     }
 }
 
-fn asker<'a>(py: Python<'_>, session: &'a Session, facts: &'a Facts) -> PyResult<Asker<'a>> {
+fn asker<'a>(
+    py: Python<'_>,
+    session: &'a Session,
+    published: &'a Published,
+) -> PyResult<Asker<'a>> {
     session.check(py)?;
     let stream = session.stream(py)?;
     if session.is_capturing(py, stream)? {
         return Err(errors::capturing(py));
     }
-    Ok(Asker { session, facts, stream })
+    Ok(Asker { session, published, stream })
 }

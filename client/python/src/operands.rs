@@ -18,18 +18,18 @@ use statecopy_client::{DataType, Flags, IndexWidth, Indices, RefusalCode, Slice}
 use crate::bytes;
 use crate::errors;
 use crate::memory::find_host;
-use crate::plan::Facts;
+use crate::plan::Published;
 use crate::session::Session;
 use crate::view::{View, Whose, is_torch};
 
 /// Indices, flags and packed buffers of a request begin at a multiple of it.
 const ALIGNMENT: u64 = 16;
 
-/// Who asks for a copy: the session, the plan's facts, and the stream that the caller's work is queued on.
+/// Who asks for a copy: the session, the plan, and the stream that the caller's work is queued on.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Asker<'a> {
     pub(crate) session: &'a Session,
-    pub(crate) facts: &'a Facts,
+    pub(crate) published: &'a Published,
     pub(crate) stream: u64,
 }
 
@@ -172,7 +172,7 @@ impl<'a> Asker<'a> {
 
     /// Before memory for so many rows is taken.
     fn check_selected(self, py: Python<'_>, selected: u64) -> PyResult<()> {
-        let max = self.facts.max_selected;
+        let max = self.published.max_selected();
         if selected <= max {
             return Ok(());
         }
@@ -257,7 +257,7 @@ impl<'a> Asker<'a> {
         if self.fits_packed(&view) {
             return self.share_or_copy(object, &view);
         }
-        let dtype = self.facts.dtype.label();
+        let dtype = self.published.dtype().label();
         let Some(better) = self.normalised(object, PACKED, dtype)? else {
             let (found, needed) = (view.element.label(), dtype);
             let message = format!(
@@ -283,7 +283,7 @@ impl<'a> Asker<'a> {
         let view = self.view(object, OUT)?;
         self.check_packed(py, &view, shape, OUT)?;
         if !self.fits_packed(&view) {
-            let (found, needed) = (view.element.label(), self.facts.dtype.label());
+            let (found, needed) = (view.element.label(), self.published.dtype().label());
             let message = format!(
                 "a tensor of dtype {found} and strides {:?} was given; a contiguous one of {needed} is needed",
                 view.strides
@@ -296,7 +296,7 @@ impl<'a> Asker<'a> {
         let shared = self.in_place(object, &view)?;
         // Copied back, it would go past the daemon's check that it overlaps no cache.
         let is_aligned = view.address.is_multiple_of(ALIGNMENT);
-        let bytes = view.span_bytes(self.facts.dtype.item_bytes());
+        let bytes = view.span_bytes(self.published.dtype().item_bytes());
         if !is_aligned && self.is_inline(&view) && find_host(view.address, bytes).is_some() {
             let message = format!(
                 "a tensor of shared memory at address {:#x} was given; a multiple of {ALIGNMENT} is needed",
@@ -308,7 +308,7 @@ impl<'a> Asker<'a> {
     }
 
     fn fits_packed(self, view: &View) -> bool {
-        view.element.known() == Some(self.facts.dtype) && view.is_contiguous()
+        view.element.known() == Some(self.published.dtype()) && view.is_contiguous()
     }
 
     fn share_or_copy(self, object: &Bound<'_, PyAny>, view: &View) -> PyResult<Shared> {

@@ -11,31 +11,29 @@ use crate::operands::{Asker, IndexOperand};
 use crate::pending::Pending;
 use crate::session::Session;
 
-/// What of a plan never changes.
+/// A published plan, and what of its layout the client's own plan does not tell.
 #[derive(Debug)]
-pub(crate) struct Facts {
-    pub(crate) dtype: DataType,
+pub(crate) struct Published {
+    pub(crate) plan: blocking::Plan,
     /// `[N, H, V, K]`.
     pub(crate) shape: [u64; 4],
-    /// How many layers one request copies.
-    pub(crate) layers: u64,
     pub(crate) is_set: bool,
-    pub(crate) max_selected: u64,
-    /// Bytes of one state.
-    pub(crate) payload_bytes: u64,
 }
 
-impl Facts {
+impl Published {
+    pub(crate) fn dtype(&self) -> DataType {
+        self.plan.as_async().dtype()
+    }
+
+    pub(crate) fn max_selected(&self) -> u64 {
+        self.plan.as_async().max_selected()
+    }
+
     /// `[selected, H, V, K]`, or `[L, selected, H, V, K]` of a binding set.
     pub(crate) fn packed_shape(&self, selected: u64) -> Vec<u64> {
         let [_, heads, values, keys] = self.shape;
-        let set = self.is_set.then_some(self.layers);
+        let set = self.is_set.then(|| self.plan.as_async().layers());
         set.into_iter().chain([selected, heads, values, keys]).collect()
-    }
-
-    /// Saturates, which no memory holds.
-    pub(crate) fn packed_bytes(&self, selected: u64) -> u64 {
-        self.payload_bytes.saturating_mul(self.layers).saturating_mul(selected)
     }
 }
 
@@ -43,8 +41,7 @@ impl Facts {
 #[derive(Debug)]
 struct Inner {
     session: Arc<Session>,
-    plan: blocking::Plan,
-    facts: Facts,
+    published: Published,
 }
 
 type Object<'a, 'py> = &'a Bound<'py, PyAny>;
@@ -57,7 +54,7 @@ impl Inner {
     ) -> PyResult<Prepared> {
         let py = arguments.0.py();
         let manner = Manner::new(py, lane, timeout_s)?;
-        Prepared::gather(py, &self.session, &self.plan, &self.facts, arguments, manner)
+        Prepared::gather(py, &self.session, &self.published, arguments, manner)
     }
 
     fn prepare_scatter(
@@ -67,7 +64,7 @@ impl Inner {
     ) -> PyResult<Prepared> {
         let py = arguments.0.py();
         let manner = Manner::new(py, lane, timeout_s)?;
-        Prepared::scatter(py, &self.session, &self.plan, &self.facts, arguments, manner)
+        Prepared::scatter(py, &self.session, &self.published, arguments, manner)
     }
 }
 
@@ -99,8 +96,8 @@ macro_rules! plan_class {
         pub(crate) struct $class(Inner);
 
         impl $class {
-            pub(crate) fn new(session: Arc<Session>, plan: blocking::Plan, facts: Facts) -> Self {
-                Self(Inner { session, plan, facts })
+            pub(crate) fn new(session: Arc<Session>, published: Published) -> Self {
+                Self(Inner { session, published })
             }
         }
 
@@ -164,9 +161,9 @@ macro_rules! plan_class {
 
             /// How indices would travel with a request: the request itself is made ready in the same way.
             fn route(&self, py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<Route> {
-                let Inner { session, facts, .. } = &self.0;
+                let Inner { session, published } = &self.0;
                 session.check(py)?;
-                let asker = Asker { session, facts, stream: session.stream(py)? };
+                let asker = Asker { session, published, stream: session.stream(py)? };
                 Ok(match asker.indices(indices)? {
                     IndexOperand::Int32(_) | IndexOperand::Int64(_) => {
                         Route { how: "inline", address: None }
@@ -180,47 +177,49 @@ macro_rules! plan_class {
 
             #[getter]
             fn name(&self) -> &str {
-                self.0.plan.as_async().name()
+                self.0.published.plan.as_async().name()
             }
 
             #[getter]
             fn dtype(&self) -> &'static str {
-                self.0.facts.dtype.label()
+                self.0.published.dtype().label()
             }
 
             #[getter]
             fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
-                PyTuple::new(py, self.0.facts.shape)
+                PyTuple::new(py, self.0.published.shape)
             }
 
             #[getter]
             fn layers(&self) -> u64 {
-                self.0.facts.layers
+                self.0.published.plan.as_async().layers()
             }
 
             #[getter]
             fn max_selected(&self) -> u64 {
-                self.0.facts.max_selected
+                self.0.published.max_selected()
             }
 
             #[getter]
             fn payload_bytes(&self) -> u64 {
-                self.0.facts.payload_bytes
+                self.0.published.plan.as_async().payload_bytes()
             }
 
             #[getter]
             fn signature(&self) -> String {
-                self.0.plan.as_async().signature().to_string()
+                self.0.published.plan.as_async().signature().to_string()
             }
 
             #[getter]
             fn kind(&self) -> Option<&'static str> {
-                self.0.plan.as_async().kind().map(statecopy_client::PlanKind::label)
+                self.0.published.plan.as_async().kind().map(statecopy_client::PlanKind::label)
             }
 
             fn __repr__(&self) -> String {
-                let Facts { dtype, shape, max_selected, .. } = &self.0.facts;
-                let name = self.0.plan.as_async().name();
+                let Published { shape, .. } = &self.0.published;
+                let (dtype, max_selected) =
+                    (self.0.published.dtype(), self.0.published.max_selected());
+                let name = self.0.published.plan.as_async().name();
                 format!(concat!($name, "({:?}, {}, {:?}, max_selected={})"), name, dtype, shape, max_selected)
             }
         }
