@@ -26,7 +26,7 @@ use crate::{
 /// The plans of a registration, by the names that were registered.
 pub type Bindings = crate::Bindings<Plan>;
 
-pub use copies::InFlight;
+pub use copies::{InFlight, Started};
 
 /// A runtime that is put away without waiting, so that it may be dropped anywhere.
 #[derive(Debug)]
@@ -298,9 +298,21 @@ impl Plan {
     ///
     /// # Errors
     /// As [`crate::Plan::gather`].
-    #[expect(clippy::needless_pass_by_value, reason = "as the asynchronous plan has it")]
     pub fn copy(&self, direction: Direction, request: Request<'_>) -> Result<Moved, Error> {
-        copies::copy(&self.plan, &self.driver, direction, &request)
+        self.start(direction, request)?.wait()
+    }
+
+    /// Begins a gather or a scatter without waiting for anybody, so that the caller can make use of the time until the answer.
+    /// Where no session lives, its ring is full, or copies go over gRPC, [`Started::wait`] does the whole.
+    ///
+    /// # Errors
+    /// When the client is closed.
+    pub fn start<'a>(
+        &'a self,
+        direction: Direction,
+        request: Request<'a>,
+    ) -> Result<Started<'a>, Error> {
+        copies::start(self, direction, request)
     }
 
     /// Submits a gather, to be waited for later.

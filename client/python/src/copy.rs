@@ -169,8 +169,15 @@ impl Prepared {
     /// What the daemon or the client says.
     pub(crate) fn run<'py>(self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         self.session.synchronise(py, self.stream)?;
-        let outcome = py.detach(|| self.plan.copy(self.direction, self.request()));
-        self.finish(py, outcome)
+        // Nobody is waited for, and the interpreter's lock is kept.
+        let started = match self.plan.start(self.direction, self.request()) {
+            Ok(started) => started,
+            Err(error) => return Err(self.failed(py, &error)),
+        };
+        // The tensor is made while the device copies.
+        let result = self.result(py);
+        let outcome = py.detach(|| started.wait());
+        self.finish_with(py, outcome, result)
     }
 
     /// Asks, to be waited for later.
@@ -198,7 +205,31 @@ impl Prepared {
         py: Python<'py>,
         outcome: Result<Moved, Error>,
     ) -> PyResult<Bound<'py, PyAny>> {
+        let result = self.result(py);
+        self.finish_with(py, outcome, result)
+    }
+
+    /// The object that the call returns, whose bytes are those of the copy once it was answered.
+    fn result<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        match &self.packed {
+            Packed::Source(_) => Ok(py.None().into_bound(py)),
+            Packed::InPlace(shared) => Ok(shared.owner.bind(py).clone()),
+            Packed::Pooled(buffer, shape) => {
+                let dtype = self.plan.as_async().dtype();
+                self.session.tensor_over(py, Arc::clone(buffer), dtype, shape)
+            }
+            Packed::CopiedBack(.., out) => Ok(out.bind(py).clone()),
+        }
+    }
+
+    fn finish_with<'py>(
+        self,
+        py: Python<'py>,
+        outcome: Result<Moved, Error>,
+        result: PyResult<Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         if let Err(error) = outcome {
+            // Before the result goes, and its buffer with it.
             return Err(self.failed(py, &error));
         }
         let session = &self.session;
@@ -208,21 +239,14 @@ impl Prepared {
             Direction::Scatter => counters.scatters.add(1),
         }
         counters.bytes_moved.add(self.plan.packed_bytes(self.indices.selected()));
-        match self.packed {
-            Packed::Source(_) => Ok(py.None().into_bound(py)),
-            Packed::InPlace(shared) => Ok(shared.owner.into_bound(py)),
-            Packed::Pooled(buffer, shape) => {
-                session.tensor_over(py, buffer, self.plan.as_async().dtype(), &shape)
-            }
-            Packed::CopiedBack(buffer, shape, view, out) => {
-                let bytes = self.plan.packed_bytes(self.indices.selected());
-                let dtype = self.plan.as_async().dtype();
-                session.copy_back(py, buffer, (dtype, &shape), (&view, &out), bytes)?;
-                // The call returns when the bytes are there.
-                session.synchronise(py, self.stream)?;
-                Ok(out.into_bound(py))
-            }
+        if let Packed::CopiedBack(buffer, shape, view, out) = self.packed {
+            let bytes = self.plan.packed_bytes(self.indices.selected());
+            let dtype = self.plan.as_async().dtype();
+            session.copy_back(py, buffer, (dtype, &shape), (&view, &out), bytes)?;
+            // The call returns when the bytes are there.
+            session.synchronise(py, self.stream)?;
         }
+        result
     }
 
     fn failed(&self, py: Python<'_>, error: &Error) -> PyErr {

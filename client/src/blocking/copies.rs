@@ -49,15 +49,48 @@ fn submit_at_once(
     Ok(submitted.transpose().map(|submitted| (link, submitted)))
 }
 
-pub(super) fn copy(
+/// A copy that was submitted, or that cannot be without waiting. See [`super::Plan::start`].
+///
+/// Dropping it gives up waiting and nothing else: the copy may run yet.
+#[derive(Debug)]
+#[must_use = "a copy that nobody waits for may run at any time"]
+pub struct Started<'a> {
+    plan: &'a super::Plan,
+    direction: Direction,
+    request: Request<'a>,
+    wait: Duration,
+    tried: Option<Submitted>,
+}
+
+pub(super) fn start<'a>(
+    plan: &'a super::Plan,
+    direction: Direction,
+    request: Request<'a>,
+) -> Result<Started<'a>, Error> {
+    let wait = plan.plan.client().copy_deadline(&request);
+    let tried = submit_at_once(&plan.plan, direction, &request, wait)?;
+    Ok(Started { plan, direction, request, wait, tried })
+}
+
+impl Started<'_> {
+    /// Waits for the answer on this thread, and first submits what was not.
+    ///
+    /// # Errors
+    /// As [`crate::Plan::gather`].
+    pub fn wait(self) -> Result<Moved, Error> {
+        let Self { plan: super::Plan { plan, driver }, direction, request, wait, tried } = self;
+        finish(plan, driver, direction, (&request, wait), tried)
+    }
+}
+
+fn finish(
     plan: &Plan,
     driver: &Driver,
     direction: Direction,
-    request: &Request<'_>,
+    (request, wait): (&Request<'_>, Duration),
+    mut tried: Option<Submitted>,
 ) -> Result<Moved, Error> {
     let client = plan.client();
-    let wait = client.copy_deadline(request);
-    let mut tried = submit_at_once(plan, direction, request, wait)?;
     let mut started = None;
     if let Some((_, Ok(flight))) = &mut tried {
         match flight.look() {

@@ -96,7 +96,7 @@ class Client(Session):
         states = dict(tensors)
         index = devices.of_states(states)
         if index is not None:
-            self._hooks.index = index
+            self._hooks.bind(index)
         unique = self.debug if check_unique is None else check_unique
         # As late as can be, so that a model's own definition of the names comes first.
         define("vllm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +28,16 @@ _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream
 class Hooks:
     """The hooks of one client. ``index`` is the session's device among this process's CUDA devices, once known."""
 
+    # Called for each copy: the raw handle of the current stream on the session's device.
+    stream: Callable[[], int]
+
     def __init__(self, index: int | None) -> None:
+        self.bind(index)
+
+    def bind(self, index: int | None) -> None:
+        """Names the device."""
         self.index = index
+        self.stream = self._stream_of_current_device if index is None else partial(_raw_stream, index)
 
     # Called for each gather: torch's own function, with nothing around it.
     wrap: Callable[[Any], torch.Tensor] = staticmethod(torch._C._from_dlpack)
@@ -37,9 +46,9 @@ class Hooks:
         """The same bytes as elements of another type: DLPack does not carry all of torch's."""
         return tensor.view(dtype_of(dtype))
 
-    def stream(self) -> int:
-        """The raw handle of the current stream on the session's device."""
-        return _raw_stream(self._device())
+    @staticmethod
+    def _stream_of_current_device() -> int:
+        return _raw_stream(torch.cuda.current_device())
 
     def normalise(self, role: str, tensor: torch.Tensor, dtype: str | torch.dtype | None = None) -> torch.Tensor:
         """An operand that cannot be used as it is, as one that can, on its own device. No value is read here."""
@@ -55,9 +64,6 @@ class Hooks:
     def stage(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copies an operand into shared memory, on the current stream."""
         into.copy_(tensor.detach().view(into.shape))
-
-    def _device(self) -> int:
-        return torch.cuda.current_device() if self.index is None else self.index
 
 
 def _bytes(flags: torch.Tensor) -> torch.Tensor:

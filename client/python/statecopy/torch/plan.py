@@ -35,6 +35,7 @@ class Plan:
         self._core = core
         self._gather = core.gather
         self._scatter = core.scatter
+        self._submit_gather = core.submit_gather
         self._state: torch.Tensor | None = state
         self._retired = False
         self.layer = layer
@@ -79,6 +80,9 @@ class Plan:
         if is_compiling():
             self._traced_scatter(packed, indices, (lane, timeout_s))
             return
+        if lane is None and timeout_s is None:
+            self._scatter(packed, indices)
+            return
         self._scatter(packed, indices, lane=lane, timeout_s=timeout_s)
 
     def submit_gather(
@@ -91,6 +95,8 @@ class Plan:
         timeout_s: float | None = None,
     ) -> _core.Pending:
         """Submits a gather: a pending copy whose ``wait()``, or ``await``, gives what :meth:`gather` does."""
+        if out is None and lane is None and timeout_s is None:
+            return self._submit_gather(indices, flags)
         return self._core.submit_gather(indices, flags, out=out, lane=lane, timeout_s=timeout_s)
 
     def submit_scatter(
