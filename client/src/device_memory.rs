@@ -79,11 +79,24 @@ impl DeviceMemory {
 
     /// Whether the bytes at an address are those that were registered. Waits for nothing, and allocates nothing.
     pub(crate) fn is_unchanged(&self, address: u64, bytes: u64) -> bool {
-        let buffers = &self.found.buffers;
-        let end = address.saturating_add(bytes);
-        let first = buffers.partition_point(|buffer| buffer.address <= address).saturating_sub(1);
-        let mut held = buffers.iter().skip(first).take_while(|buffer| buffer.address < end);
+        let mut held = self.buffers_of(address, address.saturating_add(bytes));
         held.all(|buffer| self.exporter.buffer_at(buffer.address) == Ok(buffer.number))
+    }
+
+    /// Whether two places in it, in bytes from its start, and so many bytes after the second are of one allocation.
+    pub(crate) fn is_of_one(&self, place: u64, other: u64, bytes: u64) -> bool {
+        let start = self.found.start;
+        let (first, last) =
+            (place.min(other), place.max(other.saturating_add(bytes.saturating_sub(1))));
+        let mut held = self.buffers_of(start + first, start.saturating_add(last).saturating_add(1));
+        held.next().is_some() && held.next().is_none()
+    }
+
+    /// The allocations that these bytes lie in.
+    fn buffers_of(&self, address: u64, end: u64) -> impl Iterator<Item = &Buffer> {
+        let buffers = &self.found.buffers;
+        let first = buffers.partition_point(|buffer| buffer.address <= address).saturating_sub(1);
+        buffers.iter().skip(first).take_while(move |buffer| buffer.address < end)
     }
 
     /// Where in it the bytes at an address lie; `None` when they do not.

@@ -380,6 +380,33 @@ fn device_memory_is_registered_once_and_anew_when_another_allocation_is_there() 
 }
 
 #[test]
+fn the_other_operand_of_a_request_is_known_by_the_first_where_one_allocation_holds_both() {
+    let bed = CudaBed::default();
+    let daemon = bed.daemon().start();
+    let client = bed.client(&daemon);
+    let known = Regions::new(&client);
+    let asked = || bed.report(process::id()).count(Function::cuPointerGetAttribute);
+    for allocator in [Allocator::Default, PIECES] {
+        let memory = bed.allocate(4 * GRANULARITY_BYTES, allocator);
+        let (start, end) = (memory.address(), memory.address() + 4 * GRANULARITY_BYTES);
+        known.of_device(start, 4 * GRANULARITY_BYTES).unwrap().unwrap();
+        let before = asked();
+        let first = known.known(start + 64, 16).unwrap();
+        assert_eq!(asked(), before + 1, "whether the allocation is the same");
+        for address in [start, start + 32, start + 128] {
+            let beside = Regions::known_beside(address, 16, &first).unwrap();
+            assert_eq!(beside.offset + start + 64, first.offset + address);
+        }
+        // What was asked of one piece says nothing of the next.
+        let last = Regions::known_beside(end - 16, 16, &first);
+        assert_eq!(last.is_some(), matches!(allocator, Allocator::Default));
+        assert!(Regions::known_beside(end - 16, 32, &first).is_none());
+        assert!(Regions::known_beside(start - 16, 16, &first).is_none());
+        assert_eq!(asked(), before + 1);
+    }
+}
+
+#[test]
 fn memory_that_cannot_be_shared_is_asked_about_once() {
     let bed = CudaBed::default();
     let daemon = bed.daemon().start();

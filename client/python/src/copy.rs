@@ -113,7 +113,8 @@ impl Prepared {
         let asker = asker(py, session, published)?;
         let indices = asker.indices(indices)?;
         let selected = indices.selected();
-        let flags = asker.flags(flags, selected)?;
+        let beside = indices.shared().map(|shared| &shared.slice);
+        let flags = Asker { beside, ..asker }.flags(flags, selected)?;
         let shape = published.packed_shape(selected);
         let bytes = published.plan.packed_bytes(selected);
         let given = if out.is_none() { None } else { Some(asker.packed_out(out, &shape)?) };
@@ -277,5 +278,5 @@ fn asker<'a>(
     if session.is_capturing(py, stream)? {
         return Err(errors::capturing(py));
     }
-    Ok(Asker { session, published, stream })
+    Ok(Asker { session, published, stream, beside: None })
 }

@@ -31,6 +31,8 @@ pub(crate) struct Asker<'a> {
     pub(crate) session: &'a Session,
     pub(crate) published: &'a Published,
     pub(crate) stream: u64,
+    /// Where an operand of the same request lies that was looked at before.
+    pub(crate) beside: Option<&'a Slice>,
 }
 
 /// Indices of a request.
@@ -398,7 +400,7 @@ impl<'a> Asker<'a> {
         if self.is_inline(view) && !self.session.is_host() {
             return Ok(None);
         }
-        let placed = self.session.place(py, view.address, bytes)?;
+        let placed = self.session.place(py, (view.address, bytes), self.beside)?;
         Ok(placed.map(|slice| {
             self.session.counters.operands_in_place.add(1);
             let owner = object.clone().unbind();

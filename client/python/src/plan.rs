@@ -163,7 +163,8 @@ macro_rules! plan_class {
             fn route(&self, py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<Route> {
                 let Inner { session, published } = &self.0;
                 session.check(py)?;
-                let asker = Asker { session, published, stream: session.stream(py)? };
+                let asker =
+                    Asker { session, published, stream: session.stream(py)?, beside: None };
                 Ok(match asker.indices(indices)? {
                     IndexOperand::Int32(_) | IndexOperand::Int64(_) => {
                         Route { how: "inline", address: None }

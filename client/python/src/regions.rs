@@ -41,6 +41,11 @@ impl Regions {
         self.known.known(place.address, bytes)
     }
 
+    /// The place of an operand in the allocation that another operand of the request lies in.
+    pub(crate) fn known_beside(address: u64, bytes: u64, beside: &Slice) -> Option<Slice> {
+        sharing::Regions::known_beside(address, bytes, beside)
+    }
+
     /// Whether memory of this process went since regions were last released.
     fn is_sweep_due(&self) -> bool {
         self.swept.load(Ordering::Relaxed) != memory::allocations_gone()

@@ -111,15 +111,20 @@ impl Session {
     }
 
     /// Where memory of the session's device lies in a region; `None` where it has to be copied to be seen by the daemon.
+    /// `beside` is another operand of the same request, whose memory was just found to be what was registered.
     ///
     /// # Errors
     /// What registering it says.
     pub(crate) fn place(
         &self,
         py: Python<'_>,
-        address: u64,
-        bytes: u64,
+        (address, bytes): (u64, u64),
+        beside: Option<&Slice>,
     ) -> PyResult<Option<Slice>> {
+        // Operands of one call lie close to each other more often than not, and the driver need not be asked twice.
+        if let Some(slice) = beside.and_then(|slice| Regions::known_beside(address, bytes, slice)) {
+            return Ok(Some(slice));
+        }
         if let Some(slice) = self.pool.find(address, bytes) {
             return Ok(Some(slice));
         }

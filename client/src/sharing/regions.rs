@@ -355,6 +355,15 @@ impl Regions {
         }
     }
 
+    /// The same for device memory of the allocation that a place from [`Regions::known`] lies in: for the other operand of one
+    /// request, right after the first. Nothing is asked.
+    #[must_use]
+    pub fn known_beside(address: u64, bytes: u64, beside: &Slice) -> Option<Slice> {
+        let Source::Device(memory) = &beside.region.record.source else { return None };
+        let offset = memory.offset_of(address, bytes)?;
+        memory.is_of_one(beside.offset, offset, bytes).then(|| beside.region.at(offset))
+    }
+
     fn look(&self, address: u64, bytes: u64, keeps: Keeps) -> Result<Slice, Missing> {
         let (looked, frozen) = {
             let mut table = lock(&self.table);
