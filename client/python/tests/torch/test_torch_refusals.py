@@ -108,6 +108,21 @@ def test_a_plan_of_an_earlier_registration_is_stale(client: statecopy.torch.Clie
     assert caught.value.code == "STALE_PLAN"
 
 
+def test_a_gather_that_the_daemon_refuses_leaves_no_tensor_and_keeps_no_buffer(client: statecopy.torch.Client) -> None:
+    cache = Cache()
+    plan = plan_of(client, cache)
+    packed = plan.gather(int32(1))
+    del packed
+    buffers = client.counters()["pool_buffers"]
+    plan_of(client, cache)
+    for _ in range(3):
+        with pytest.raises(statecopy.PlanError, match="STALE_PLAN"):
+            plan.gather(int32(1))
+    counters = client.counters()
+    assert (counters["pool_bytes_in_use"], counters["pool_buffers"]) == (0, buffers)
+    assert counters["gathers"] == 1
+
+
 def test_a_closed_client_refuses(shared_daemon: Daemon) -> None:
     client = statecopy.torch.connect(shared_daemon.address)
     plan = plan_of(client, Cache())
