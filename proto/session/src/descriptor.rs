@@ -16,8 +16,10 @@ const SCATTER: u8 = 2;
 const SOURCE_NONE: u8 = 0;
 const SOURCE_INLINE: u8 = 1;
 const SOURCE_SHARED: u8 = 2;
-/// The answer says that the bytes are there. The one kind of this version; stream-ordered and graph completion come later.
+/// The answer says that the bytes are there.
 const HOST_COMPLETED: u8 = 1;
+/// A word that a stream writes says it: in a lane, and in a slot of a graph.
+const STREAM_ORDERED: u8 = 2;
 
 /// A descriptor as it lies in the ring. Every bit pattern is one; [`CopyDescriptor::parse`] tells the sensible ones.
 ///
@@ -66,7 +68,7 @@ pub struct CopyDescriptor {
     pub submitted_at_ns: u64,
     /// The lane.
     pub lane: u32,
-    /// 1: the answer says that the bytes are there.
+    /// 1: the answer says that the bytes are there. 2: a word that a stream writes; then `deadline_ns` counts from the bell.
     pub completion: u8,
     /// Zero.
     pub reserved: [u8; 3],
@@ -172,6 +174,13 @@ pub struct InlineRanges {
 }
 
 impl CopyDescriptor {
+    /// A request as it lies in a lane, or in a slot of a graph. `patience_ns` is how long it may wait for its start after the bell.
+    #[must_use]
+    pub fn encode_ordered(sequence: Sequence, request: &CopyRequest, patience_ns: u64) -> Self {
+        let host_completed = Self::encode(sequence, request);
+        Self { completion: STREAM_ORDERED, deadline_ns: patience_ns, ..host_completed }
+    }
+
     /// A request as it lies in the ring.
     #[must_use]
     pub fn encode(sequence: Sequence, request: &CopyRequest) -> Self {
@@ -222,7 +231,23 @@ impl CopyDescriptor {
     /// # Errors
     /// A [`Fault`] about the first field that has not.
     pub fn parse(&self) -> Result<CopyRequest, Fault> {
-        self.check_reserved()?;
+        self.parse_as(HOST_COMPLETED)
+    }
+
+    /// The same of a stream-ordered request, which never has a deadline here: it counts from the bell, by [`Self::deadline_ns`].
+    ///
+    /// # Errors
+    /// As [`CopyDescriptor::parse`]; also for inline indices or flags, since a lane has no room for any.
+    pub fn parse_ordered(&self) -> Result<CopyRequest, Fault> {
+        if self.index_source == SOURCE_INLINE || self.flag_source == SOURCE_INLINE {
+            return Err(Subject::Inline.fault(0, 0));
+        }
+        let request = self.parse_as(STREAM_ORDERED)?;
+        Ok(CopyRequest { deadline: MonotonicNs::NEVER, ..request })
+    }
+
+    fn parse_as(&self, completion: u8) -> Result<CopyRequest, Fault> {
+        self.check_reserved(completion)?;
         let direction = match self.direction {
             GATHER => Direction::Gather,
             SCATTER => Direction::Scatter,
@@ -269,8 +294,8 @@ impl CopyDescriptor {
         })
     }
 
-    fn check_reserved(&self) -> Result<(), Fault> {
-        if self.completion != HOST_COMPLETED {
+    fn check_reserved(&self, completion: u8) -> Result<(), Fault> {
+        if self.completion != completion {
             let at = offset_of!(Self, completion) as u64;
             return Err(Subject::Descriptor.fault(at, self.completion.into()));
         }

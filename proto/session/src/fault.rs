@@ -113,6 +113,10 @@ subjects! {
     Lane = 30, QuotaExceeded, "lane";
     /// Value: the binding whose region was released.
     Asleep = 31, RegionUnknown, "binding";
+    /// Indices or flags of a stream-ordered request that are inline.
+    Inline = 32, IndexType, "indices";
+    /// Value: the slot that a graph rang, limit: its pair.
+    Slot = 33, StalePlan, "slot";
 }
 
 impl Subject {
@@ -244,6 +248,13 @@ impl Fault {
             Subject::Lane => format!("Lane {value} does not exist, a session has {limit}"),
             Subject::Asleep => {
                 format!("The memory behind binding {value} was released; rebind its layers first")
+            }
+            Subject::Inline => {
+                "Indices and flags of a stream-ordered copy lie in shared memory, not inline"
+                    .to_owned()
+            }
+            Subject::Slot => {
+                format!("A graph rang slot {value} of pair {limit}, which is not armed")
             }
         }
     }

@@ -18,6 +18,8 @@
 #![cfg_attr(not(loom), doc = include_str!("example.md"))]
 #![forbid(unsafe_code)]
 
+pub mod lane;
+pub mod pair;
 pub mod ring;
 pub mod sync;
 
@@ -40,6 +42,8 @@ mod submitter;
 #[cfg(not(loom))]
 mod watch;
 
+pub use lane::{FREED, LanePhase, LaneSubmitter, LaneTaker};
+pub use pair::{PairTaker, Wanted};
 pub use ring::{RingBroken, RingFull, Sequence, StateBroken, WakeCount};
 
 #[cfg(not(loom))]
@@ -51,8 +55,8 @@ pub use self::{
     },
     executor::{Executor, Taken, Waker},
     fault::{Fault, Subject, UnknownSubject},
-    layout::{Identity, LayoutError, Parameters},
-    memory::{SessionMemory, SessionMemoryError},
+    layout::{Identity, LaneNumber, LayoutError, PairNumber, Parameters},
+    memory::{MappedLane, MappedPair, SessionMemory, SessionMemoryError},
     submitter::{PollError, Progress, SubmitError, Submitter, WaitError},
     watch::{Looked, Spin, Watch},
 };

@@ -8,12 +8,16 @@ use statecopy_descriptors::{Doorbell, Mapping, MemoryError, SealedMemory, file_b
 use statecopy_proto::{Incarnation, SessionId};
 use zerocopy::{FromBytes, IntoBytes};
 
+use crate::answer::{Answer, AnswerError};
 use crate::clock::MonotonicNs;
 use crate::executor::{Executor, Waker};
+use crate::lane::LaneWords;
 use crate::layout::{
-    ABI_VERSION, COMPLETION_ANSWER, COMPLETION_STATE, EXECUTOR_SLEEPING, Header, Identity,
-    LayoutError, MAGIC, Parameters, SUBMITTED, SUBMITTER_SLEEPING, WAKE,
+    ABI_VERSION, ABI_VERSION_WITHOUT_LANES, ANSWER_WORDS, COMPLETION_ANSWER, COMPLETION_STATE,
+    EXECUTOR_SLEEPING, HEADER_BYTES, Header, Identity, LANES_FRESH, LaneHeader, LaneNumber,
+    LayoutError, MAGIC, PAIRS_FAILED, PairNumber, Parameters, SUBMITTED, SUBMITTER_SLEEPING, WAKE,
 };
+use crate::pair::PairWords;
 use crate::ring::{self, SubmitterRing, TakerRing, Words};
 use crate::submitter::Submitter;
 use crate::sync::{Word32, Word64};
@@ -76,6 +80,11 @@ impl SessionMemory {
         let header = Header::new(parameters, identity, MonotonicNs::now());
         let written = mapping.write(0, header.as_bytes());
         assert_eq!(written, Ok(()), "a session memory holds its header");
+        if parameters.lane_slots() > 0 {
+            let lanes = LaneHeader::new(parameters);
+            let written = mapping.write(HEADER_BYTES.into(), lanes.as_bytes());
+            assert_eq!(written, Ok(()), "a session memory holds its second header");
+        }
         Ok((sealed, Self { mapping: Arc::new(mapping), parameters, identity }))
     }
 
@@ -107,16 +116,22 @@ impl SessionMemory {
         if header.magic != MAGIC {
             return Err(SessionMemoryError::Magic);
         }
-        if header.abi_version != ABI_VERSION {
-            return Err(SessionMemoryError::AbiVersion { found: header.abi_version });
-        }
-        let parameters = Parameters::new(header.slots, header.inline_bytes)?;
+        let lanes = match header.abi_version {
+            ABI_VERSION_WITHOUT_LANES => None,
+            ABI_VERSION => Some(lane_header(&mapping, bytes)?),
+            found => return Err(SessionMemoryError::AbiVersion { found }),
+        };
+        let lane_slots = lanes.map_or(0, |lanes| lanes.lane_slots);
+        let parameters =
+            Parameters::new(header.slots, header.inline_bytes)?.with_lanes(lane_slots)?;
         let identity = Identity {
             incarnation: Incarnation::new(header.incarnation),
             session: SessionId(header.session),
         };
         let made_at = MonotonicNs(header.made_at_ns);
-        if header != Header::new(parameters, identity, made_at) || header.total_bytes != bytes {
+        let is_whole = header == Header::new(parameters, identity, made_at)
+            && lanes.is_none_or(|lanes| lanes == LaneHeader::new(parameters));
+        if !is_whole || header.total_bytes != bytes {
             return Err(SessionMemoryError::Header { bytes });
         }
         Ok(Self { mapping: Arc::new(mapping), parameters, identity })
@@ -173,6 +188,66 @@ impl SessionMemory {
     #[must_use]
     pub fn pending(&self) -> u64 {
         ring::pending(&self.words())
+    }
+
+    /// The words of one lane, for either end of it ([`crate::LaneSubmitter`], [`crate::LaneTaker`]).
+    ///
+    /// # Panics
+    /// Where there are no lanes.
+    #[must_use]
+    pub fn lane(&self, lane: LaneNumber) -> MappedLane {
+        assert!(self.parameters.lane_slots() > 0, "the memory has lanes");
+        MappedLane { words: self.words(), lane }
+    }
+
+    /// The words of one pair.
+    ///
+    /// # Panics
+    /// Where there are none.
+    #[must_use]
+    pub fn pair(&self, pair: PairNumber) -> MappedPair {
+        assert!(self.parameters.lane_slots() > 0, "the memory has pairs");
+        MappedPair { words: self.words(), pair }
+    }
+
+    /// The lanes with something to take, a bit each; the executor takes the bits with it.
+    #[must_use]
+    pub fn take_fresh_lanes(&self) -> u64 {
+        let fresh = Word64::new(inside(self.mapping.atomic_u64(LANES_FRESH)));
+        // Looked at first: to take the bits is to write, and there is nothing to take at most looks.
+        if fresh.load_relaxed() == 0 { 0 } else { fresh.take_bits_acquire() }
+    }
+
+    /// Whether a lane has something to take. Before sleep, after the fence of [`Executor::prepare_sleep`].
+    #[must_use]
+    pub fn has_fresh_lanes(&self) -> bool {
+        Word64::new(inside(self.mapping.atomic_u64(LANES_FRESH))).load_relaxed() != 0
+    }
+
+    /// How many lanes and pairs were failed so far: one load.
+    #[must_use]
+    pub fn pairs_failed(&self) -> u64 {
+        // SYNC: acquires the failures that were written before it was raised.
+        Word64::new(inside(self.mapping.atomic_u64(PAIRS_FAILED))).load_acquire()
+    }
+
+    /// Writes why a pair was failed, and counts it: before the pair is.
+    pub fn write_failure(&self, pair: PairNumber, answer: &Answer) {
+        let at = self.parameters.failure_at(pair);
+        inside(self.mapping.write_words(at, &answer.to_words()));
+        let count = Word64::new(inside(self.mapping.atomic_u64(PAIRS_FAILED)));
+        // SYNC: releases the answer. Only the executor writes the count.
+        count.store_release(count.load_relaxed().wrapping_add(1));
+    }
+
+    /// Why a pair was failed, if anything was written there.
+    ///
+    /// # Errors
+    /// When it is no answer.
+    pub fn failure(&self, pair: PairNumber) -> Result<Option<Answer>, AnswerError> {
+        let mut words = [0; ANSWER_WORDS];
+        inside(self.mapping.read_words(self.parameters.failure_at(pair), &mut words));
+        if words == [0; ANSWER_WORDS] { Ok(None) } else { Answer::from_words(words).map(Some) }
     }
 
     pub(crate) fn words(&self) -> MappedWords {
@@ -270,6 +345,106 @@ impl Words for MappedWords {
     fn read_answer(&self, slot: u64, words: &mut [u64]) {
         let at = self.parameters.completion_at(slot) + COMPLETION_ANSWER;
         inside(self.mapping.read_words(at, words));
+    }
+}
+
+/// The second header, as it lies there now.
+fn lane_header(mapping: &Mapping, bytes: u64) -> Result<LaneHeader, SessionMemoryError> {
+    let mut header = [0; size_of::<LaneHeader>()];
+    let too_small = SessionMemoryError::TooSmall { bytes };
+    if mapping.read(HEADER_BYTES.into(), &mut header).is_err() {
+        return Err(too_small);
+    }
+    LaneHeader::read_from_bytes(&header).map_err(|_| too_small)
+}
+
+/// The words of one lane in mapped memory.
+#[derive(Debug, Clone)]
+pub struct MappedLane {
+    words: MappedWords,
+    lane: LaneNumber,
+}
+
+impl MappedLane {
+    fn word(&self, at: u64) -> Word64<'_> {
+        Word64::new(inside(self.words.mapping.atomic_u64(at)))
+    }
+
+    fn parameters(&self) -> Parameters {
+        self.words.parameters
+    }
+}
+
+impl LaneWords for MappedLane {
+    fn slots(&self) -> u64 {
+        self.parameters().lane_slots().into()
+    }
+
+    fn bell(&self) -> Word64<'_> {
+        self.word(self.parameters().bell_at(self.lane.pair()))
+    }
+
+    fn done(&self) -> Word64<'_> {
+        self.word(self.parameters().done_at(self.lane.pair()))
+    }
+
+    fn submitted(&self) -> Word64<'_> {
+        self.word(self.parameters().lane_submitted_at(self.lane))
+    }
+
+    fn fresh(&self) -> Word64<'_> {
+        self.word(LANES_FRESH)
+    }
+
+    fn fresh_bit(&self) -> u64 {
+        1 << self.lane.get()
+    }
+
+    fn executor_sleeping(&self) -> Word32<'_> {
+        self.words.executor_sleeping()
+    }
+
+    fn state(&self, slot: u64) -> Word64<'_> {
+        self.word(self.parameters().lane_state_at(self.lane, slot))
+    }
+
+    fn write_descriptor(&self, slot: u64, words: &[u64]) {
+        let at = self.parameters().lane_descriptor_at(self.lane, slot);
+        inside(self.words.mapping.write_words(at, words));
+    }
+
+    fn read_descriptor(&self, slot: u64, words: &mut [u64]) {
+        let at = self.parameters().lane_descriptor_at(self.lane, slot);
+        inside(self.words.mapping.read_words(at, words));
+    }
+
+    fn write_answer(&self, slot: u64, words: &[u64]) {
+        let at = self.parameters().lane_state_at(self.lane, slot) + COMPLETION_ANSWER;
+        inside(self.words.mapping.write_words(at, words));
+    }
+
+    fn read_answer(&self, slot: u64, words: &mut [u64]) {
+        let at = self.parameters().lane_state_at(self.lane, slot) + COMPLETION_ANSWER;
+        inside(self.words.mapping.read_words(at, words));
+    }
+}
+
+/// The words of one pair in mapped memory.
+#[derive(Debug, Clone)]
+pub struct MappedPair {
+    words: MappedWords,
+    pair: PairNumber,
+}
+
+impl PairWords for MappedPair {
+    fn bell(&self) -> Word64<'_> {
+        let at = self.words.parameters.bell_at(self.pair);
+        Word64::new(inside(self.words.mapping.atomic_u64(at)))
+    }
+
+    fn done(&self) -> Word64<'_> {
+        let at = self.words.parameters.done_at(self.pair);
+        Word64::new(inside(self.words.mapping.atomic_u64(at)))
     }
 }
 

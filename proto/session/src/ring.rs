@@ -71,6 +71,11 @@ impl Sequence {
         self.0
     }
 
+    /// The request of that number, which is not 0.
+    pub(crate) fn of(number: u64) -> Self {
+        Self(number)
+    }
+
     /// The slot that it lives in.
     pub(crate) fn slot(self, slots: u64) -> u64 {
         (self.0 - 1) & (slots - 1)

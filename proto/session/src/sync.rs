@@ -13,6 +13,11 @@ use atomics::Ordering;
 #[cfg(not(loom))]
 use rustix::{io::Errno, thread::futex, time::Timespec};
 
+/// The atomic under a [`Word64`], for those who make the words.
+pub type AtomicU64Cell = atomics::AtomicU64;
+/// The atomic under a [`Word32`].
+pub type AtomicU32Cell = atomics::AtomicU32;
+
 macro_rules! word {
     ($(#[$doc:meta])* $name:ident, $atomic:ident, $value:ident) => {
         $(#[$doc])*
@@ -59,6 +64,19 @@ word!(
     /// A shared 32-bit word.
     Word32, AtomicU32, u32
 );
+
+impl Word64<'_> {
+    /// Sets bits, after all that this thread did before. Others may set and take bits meanwhile.
+    pub fn set_bits_release(self, bits: u64) {
+        self.0.fetch_or(bits, Ordering::Release);
+    }
+
+    /// Takes all bits that are set, and leaves none; what their setters did before is seen after it.
+    #[must_use]
+    pub fn take_bits_acquire(self) -> u64 {
+        self.0.swap(0, Ordering::Acquire)
+    }
+}
 
 #[cfg(not(loom))]
 impl Word32<'_> {

@@ -7,7 +7,7 @@ const LIMIT: u64 = 1_234_567;
 /// Whether the sentence about a subject tells the value and the limit.
 fn tells(subject: Subject) -> (bool, bool) {
     match subject {
-        Subject::Nothing | Subject::Registration => (false, false),
+        Subject::Nothing | Subject::Registration | Subject::Inline => (false, false),
         Subject::Session
         | Subject::Binding
         | Subject::PackedRegion
@@ -37,7 +37,8 @@ fn tells(subject: Subject) -> (bool, bool) {
         | Subject::FlagRange
         | Subject::Deadline
         | Subject::Queue
-        | Subject::Lane => (true, true),
+        | Subject::Lane
+        | Subject::Slot => (true, true),
     }
 }
 

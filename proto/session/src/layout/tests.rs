@@ -36,6 +36,15 @@ fn the_page_tells_every_field_of_the_header() {
 }
 
 #[test]
+fn the_page_tells_every_field_of_the_second_header() {
+    let fields = offsets!(LaneHeader:
+        lane_slots, pairs, pair_bytes, lane_state_bytes, pairs_offset, lane_states_offset,
+        lane_descriptors_offset, lane_reserved,
+    );
+    assert_eq!(rows("Second header"), fields);
+}
+
+#[test]
 fn the_page_tells_every_field_of_a_descriptor() {
     let fields = offsets!(CopyDescriptor:
         sequence, binding, signature, selected, packed_region, packed_offset, packed_bytes,
@@ -52,8 +61,10 @@ fn the_page_tells_every_word() {
     let words = [
         (at(SUBMITTED), "submitted"),
         (at(SUBMITTER_SLEEPING), "submitter_sleeping"),
+        (at(LANES_FRESH), "lanes_fresh"),
         (at(EXECUTOR_SLEEPING), "executor_sleeping"),
         (at(WAKE), "wake"),
+        (at(PAIRS_FAILED), "pairs_failed"),
     ];
     assert_eq!(rows("Words"), words);
     let executor_ns = at(COMPLETION_ANSWER) + 8 * (ANSWER_WORDS - 1);

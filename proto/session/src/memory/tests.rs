@@ -12,7 +12,9 @@ use crate::clock::MonotonicNs;
 use crate::descriptor::{CopyRequest, FlagSource, IndexSource, Indices, Packed};
 use crate::executor::{Taken, Waker};
 use crate::fault::Subject;
-use crate::layout::{COMPLETIONS, INLINE_BYTES_MAX, SLOTS_MAX, TIMELINE};
+use crate::layout::{
+    COMPLETIONS, INLINE_BYTES_MAX, LANE_SLOTS_MAX, LANES, PAIRS, SLOTS_MAX, TIMELINE,
+};
 use crate::ring::{RingBroken, RingFull, StateBroken};
 use crate::submitter::{PollError, Progress, SubmitError, WaitError};
 use crate::watch::{Looked, Spin};
@@ -551,6 +553,14 @@ proptest! {
         prop_assert!(parameters.descriptor_at(last) + 128 <= parameters.inline());
         let end = parameters.inline_at(last) + u64::from(parameters.inline_bytes());
         prop_assert_eq!(end, parameters.total_bytes());
+        let lanes = parameters.with_lanes(16).unwrap();
+        prop_assert_eq!(lanes.pair_words().start, end);
+        let last_pair = PairNumber::of_graph(PAIRS - 1).unwrap();
+        prop_assert_eq!(lanes.failure_at(last_pair) + 128, lanes.pair_words().end);
+        prop_assert_eq!(lanes.pair_words().end, lanes.lane_states());
+        let last_lane = LaneNumber::new(LANES - 1).unwrap();
+        prop_assert!(lanes.lane_state_at(last_lane, 15) + 64 <= lanes.lane_descriptors());
+        prop_assert_eq!(lanes.lane_descriptor_at(last_lane, 15) + 128, lanes.total_bytes());
         for area in [SUBMITTED, EXECUTOR_SLEEPING, TIMELINE, COMPLETIONS, parameters.descriptors(), parameters.inline()] {
             prop_assert_eq!(area % 4096, 0);
         }
@@ -564,6 +574,10 @@ fn sizes_that_no_session_memory_has_are_refused() {
     }
     for bytes in [1, 4095, INLINE_BYTES_MAX + 4096, u32::MAX] {
         assert_eq!(Parameters::new(1, bytes), Err(LayoutError::InlineBytes(bytes)));
+    }
+    for lane_slots in [3, LANE_SLOTS_MAX * 2, u32::MAX] {
+        let refused = Parameters::new(1, 0).unwrap().with_lanes(lane_slots);
+        assert_eq!(refused, Err(LayoutError::LaneSlots(lane_slots)));
     }
     let rows = Parameters::for_rows(8, 4096).unwrap();
     let mut request = request(4096);

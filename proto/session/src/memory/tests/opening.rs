@@ -26,7 +26,7 @@ fn only_the_daemons_own_layout_is_opened() {
     let other = open(bytes, Header { magic: *b"whatever", ..header });
     assert!(matches!(other, Err(SessionMemoryError::Magic)));
     let newer = open(bytes, Header { abi_version: ABI_VERSION + 1, ..header });
-    assert!(matches!(newer, Err(SessionMemoryError::AbiVersion { found: 3 })));
+    assert!(matches!(newer, Err(SessionMemoryError::AbiVersion { found: 4 })));
     let slots = open(bytes, Header { slots: 5, ..header });
     let wrong = LayoutError::Slots(5);
     assert!(matches!(slots, Err(SessionMemoryError::Parameters(error)) if error == wrong));
@@ -54,4 +54,26 @@ fn the_daemon_believes_its_own_record_and_not_the_header() {
         actual: parameters(4, 4096).total_bytes(),
     };
     assert_eq!(larger.unwrap_err().to_string(), differs.to_string());
+}
+
+#[test]
+fn a_memory_with_lanes_is_opened_as_it_was_made_or_not_at_all() {
+    let with_lanes = parameters(4, 4096).with_lanes(8).unwrap();
+    let (sealed, made) = SessionMemory::create(with_lanes, identity()).unwrap();
+    let opened = || SessionMemory::open(sealed.try_clone_fd().unwrap());
+    assert_eq!(opened().unwrap().parameters(), with_lanes);
+    let honest = LaneHeader::new(with_lanes);
+    let contradictions = [
+        LaneHeader { lane_slots: 16, ..honest },
+        LaneHeader { pairs: 64, ..honest },
+        LaneHeader { pairs_offset: 0, ..honest },
+        LaneHeader { lane_reserved: [0, 0, 1], ..honest },
+    ];
+    for header in contradictions {
+        made.mapping().write(HEADER_BYTES.into(), header.as_bytes()).unwrap();
+        assert!(matches!(opened(), Err(SessionMemoryError::Header { .. })), "{header:?}");
+    }
+    let none = LaneHeader { lane_slots: 3, ..honest };
+    made.mapping().write(HEADER_BYTES.into(), none.as_bytes()).unwrap();
+    assert!(matches!(opened(), Err(SessionMemoryError::Parameters(LayoutError::LaneSlots(3)))));
 }
