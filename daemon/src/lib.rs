@@ -6,6 +6,7 @@ pub mod config;
 pub mod counters;
 pub mod device_process;
 pub mod link;
+pub mod machine;
 pub mod record;
 pub mod supervisor;
 mod sync;

@@ -48,6 +48,7 @@ use self::context::Context;
 use self::driver::{Driver, VisibleDevice, select};
 use self::management::Management;
 use self::memory::LegacyHandles;
+use self::probe::ProbedContext;
 use self::store::{Artifacts, StoreError};
 use self::sys::device_attribute;
 use self::words::Words;
@@ -169,6 +170,13 @@ impl CudaDevice {
             footprint: Footprint { context: context_bytes.unwrap_or(0), ..own },
             context,
         })
+    }
+
+    /// Its context, to be looked at.
+    #[must_use]
+    pub fn probed(&self) -> ProbedContext {
+        let taken = self.footprint.context;
+        ProbedContext::of(&self.context, (taken > 0).then_some(taken))
     }
 
     fn architecture(&self) -> Arch {

@@ -11,6 +11,7 @@ pub mod conformance;
 pub mod cuda;
 pub mod device;
 mod environment;
+pub mod findings;
 pub mod guard;
 #[expect(unsafe_code, reason = "a callback is kept in an atomic word")]
 pub mod hooks;

@@ -1,36 +1,28 @@
 //! `statecopy doctor`: whether this machine can serve, before anything is deployed.
 //!
 //! Facts are gathered first: the driver is tried by a child (`probe`) that a parent watches (`watch`), because its calls may
-//! never return; the rest is read here. What they mean (`driver`, `device`, `host`) is worked out without another look.
+//! never return; the rest is read by the
+//! daemon's own library. What they mean is worked out by the rules that the daemon has too (`statecopy_kernels::findings`).
 
-mod device;
-mod driver;
 mod finding;
 mod host;
-mod mps;
 pub(crate) mod probe;
 mod watch;
 
 use std::env;
-use std::ffi::OsString;
-use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use rustix::process::geteuid;
-use statecopy_kernels::cuda::store::Store;
+use statecopy_kernels::cuda::CudaSelector;
+use statecopy_kernels::findings::{self, Circumstances, Finding, Severity};
 use statecopyd::config::{self, DeviceName, Flags, Settings};
+use statecopyd::machine;
 
-use self::driver::Circumstances;
-use self::finding::{Finding, Report, Severity};
-use self::mps::Mps;
+use self::finding::Report;
 use self::probe::Libraries;
 use crate::cli::DoctorOptions;
 use crate::failure::EXIT_UNFIT;
 use crate::terminal;
-
-/// How many hardware connections a context has.
-const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
 /// Looks at the machine, and says what it found.
 ///
@@ -67,20 +59,10 @@ fn gpus(options: &DoctorOptions, settings: &Settings) -> anyhow::Result<Vec<Find
         Some(DeviceName::Host) | None => None,
     };
     let served = settings.devices.iter().any(|device| matches!(device, DeviceName::Cuda(_)));
-    let directory = variable("CUDA_MPS_PIPE_DIRECTORY").filter(|path| !path.is_empty());
-    let directory = directory.map_or_else(|| mps::DEFAULT_DIRECTORY.into(), PathBuf::from);
-    let connections = variable(CONNECTIONS);
+    let named = DeviceName::Cuda(selector.unwrap_or(CudaSelector::Ordinal(0)));
     let circumstances = Circumstances {
-        mps: Mps::look(directory, Path::new("/proc"), geteuid().as_raw()),
         gpu_wanted: selector.is_some() || served,
-        chips: chips(settings),
-        searched: settings.cuda.nvrtc_directory.as_ref().map_or_else(
-            || "looked for where the loader searches".to_owned(),
-            |directory| format!("looked for in {}", directory.display()),
-        ),
-        selected_max: settings.limits.selected_max,
-        connections: connections.map(|text| text.to_string_lossy().into_owned()),
-        daemon_connections: watch::daemon_connections(),
+        ..machine::look(&settings.device(named))
     };
     let libraries = Libraries {
         driver: settings.cuda.driver_library.clone(),
@@ -88,19 +70,7 @@ fn gpus(options: &DoctorOptions, settings: &Settings) -> anyhow::Result<Vec<Find
     };
     let deadline = Duration::from_millis(options.driver_timeout_ms.into());
     let probed = watch::try_driver(&libraries, selector, deadline)?;
-    Ok(driver::judge(&probed, &circumstances))
-}
-
-/// The chips that the stores of the daemon's settings hold kernels for. A store that cannot be read holds none.
-fn chips(settings: &Settings) -> Vec<String> {
-    let stores = settings.artifact_stores.iter().chain([&settings.artifact_store]);
-    let entries =
-        stores.filter_map(|directory| Store::open(directory).ok()?.entries().ok()).flatten();
-    let mut chips: Vec<String> =
-        entries.filter_map(|entry| Some(entry.found.ok()?.arch.to_string())).collect();
-    chips.sort();
-    chips.dedup();
-    chips
+    Ok(findings::judge(&probed, &circumstances))
 }
 
 /// What a daemon of this environment is configured with.
@@ -109,9 +79,4 @@ fn settings() -> anyhow::Result<Settings> {
     let environment = env::vars_os()
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
     Ok(config::load(&Flags::default(), environment)?.settings)
-}
-
-#[expect(clippy::disallowed_methods, reason = "what the driver itself reads of the environment")]
-fn variable(name: &str) -> Option<OsString> {
-    env::var_os(name)
 }

@@ -6,6 +6,8 @@ use anyhow::Context;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde::Serialize;
 
+pub(crate) use statecopy_kernels::findings::text::{bytes, grouped};
+
 /// Rows of text in columns. The first row is the heading.
 #[derive(Debug)]
 pub(crate) struct Table {
@@ -71,32 +73,6 @@ impl Table {
 
 fn is_number(cell: &str) -> bool {
     cell.starts_with(|first: char| first.is_ascii_digit())
-}
-
-/// A whole number with a comma between groups of three digits.
-pub(crate) fn grouped(value: u64) -> String {
-    let digits = value.to_string();
-    let mut text = String::new();
-    for (at, digit) in digits.chars().enumerate() {
-        if at > 0 && (digits.len() - at).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
-}
-
-/// A size with a binary unit.
-pub(crate) fn bytes(value: u64) -> String {
-    const UNITS: [(u64, &str); 4] =
-        [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
-    match UNITS.into_iter().find(|(unit, _)| value >= *unit) {
-        Some((unit, name)) => {
-            let hundredths = u128::from(value) * 100 / u128::from(unit);
-            format!("{}.{:02} {name}", hundredths / 100, hundredths % 100)
-        }
-        None => format!("{value} B"),
-    }
 }
 
 /// Text as one line that a terminal only shows. Labels and names of layers are any worker's choice: what would move the

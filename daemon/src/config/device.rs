@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 use statecopy_kernels::cuda::CudaSelector;
+use statecopy_kernels::findings::{CONNECTIONS, DAEMON_CONNECTIONS};
 
 /// A device that the daemon is to serve.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,8 +30,7 @@ impl DeviceName {
     pub fn environment(self) -> &'static [(&'static str, &'static str)] {
         match self {
             Self::Host => &[],
-            // A stream that waits holds one of the context's connections to the device: as many as there can be.
-            Self::Cuda(_) => &[("CUDA_DEVICE_MAX_CONNECTIONS", "32")],
+            Self::Cuda(_) => &[(CONNECTIONS, DAEMON_CONNECTIONS)],
         }
     }
 }

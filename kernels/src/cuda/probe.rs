@@ -29,7 +29,7 @@ const WRITTEN: u64 = 0;
 /// The word that the stream waits for. It has a line of its own.
 const AWAITED: u64 = 128;
 /// How long a wait that must not end is looked at: long enough for a stream that waits for nothing, on a machine that is busy.
-const HELD: Duration = Duration::from_millis(500);
+pub const HELD: Duration = Duration::from_millis(500);
 /// Between two looks at a word.
 const LOOK: Duration = Duration::from_micros(50);
 
@@ -175,6 +175,10 @@ pub struct ProbedContext {
 }
 
 impl ProbedContext {
+    pub(super) fn of(context: &Arc<Context>, bytes: Option<u64>) -> Self {
+        Self { context: Arc::clone(context), bytes }
+    }
+
     /// Bytes of the device that the context takes; `None` where nobody can tell.
     #[must_use]
     pub fn bytes(&self) -> Option<u64> {
@@ -190,16 +194,20 @@ impl ProbedContext {
     }
 
     /// Lets a stream write a 64-bit word of registered host memory, then wait for another one, and looks whether it does both.
-    /// Each may take `patience`.
+    /// Each may take `patience`; a wait that must not end is looked at for `held`.
     ///
     /// # Errors
     /// Which of it does not work.
-    pub fn try_stream_operations(&self, patience: Duration) -> Result<(), StreamOperationsError> {
+    pub fn try_stream_operations(
+        &self,
+        patience: Duration,
+        held: Duration,
+    ) -> Result<(), StreamOperationsError> {
         let page = SealedMemory::create("statecopy-probe", PAGE_BYTES)?.map()?;
         let current = self.context.enter()?;
         let stream = current.create_stream()?;
         current.register(&page)?;
-        let tried = try_on(current, stream, &page, patience);
+        let tried = try_on(current, stream, &page, patience, held);
         // Whatever waits is let go, or the driver would keep stream and page for ever.
         store(&page, AWAITED, 1);
         // SAFETY: the stream was created above.
@@ -222,6 +230,7 @@ fn try_on(
     stream: Stream,
     page: &Mapping,
     patience: Duration,
+    held: Duration,
 ) -> Result<(), StreamOperationsError> {
     let written = current.device_address(page, WRITTEN)?;
     let awaited = current.device_address(page, AWAITED)?;
@@ -234,7 +243,7 @@ fn try_on(
     unsafe { current.await_word(stream, awaited, 1) }?;
     // SAFETY: as above.
     unsafe { current.write_word(stream, written, 2) }?;
-    if within(HELD, || load(page, WRITTEN) == 2) {
+    if within(held, || load(page, WRITTEN) == 2) {
         return Err(StreamOperationsError::NotHeld);
     }
     store(page, AWAITED, 1);

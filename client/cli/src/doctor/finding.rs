@@ -3,79 +3,9 @@
 use std::fmt::Write as _;
 
 use serde::Serialize;
+use statecopy_kernels::findings::{Finding, Severity};
 
 use crate::terminal::plain;
-
-/// How bad a finding is. The order is that of the report.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub(super) enum Severity {
-    /// Something will not work.
-    Problem,
-    /// It works, and worse than it could, or not for long.
-    Warning,
-    /// Worth knowing.
-    Note,
-    /// As it should be.
-    Ok,
-}
-
-impl Severity {
-    fn label(self) -> &'static str {
-        match self {
-            Self::Problem => "PROBLEM",
-            Self::Warning => "WARNING",
-            Self::Note => "note",
-            Self::Ok => "ok",
-        }
-    }
-}
-
-/// One thing that was looked at.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub(super) struct Finding {
-    /// How bad it is.
-    pub(super) severity: Severity,
-    /// What was looked at: a name that does not change.
-    pub(super) check: &'static str,
-    /// The device that it is about, as `--device` takes it.
-    pub(super) device: Option<String>,
-    /// What was found: a number, or the system's own words.
-    pub(super) evidence: String,
-    /// What that means for statecopy.
-    pub(super) meaning: String,
-    /// What to do about it; empty where nothing is to be done.
-    pub(super) remedy: String,
-}
-
-impl Finding {
-    pub(super) fn new(
-        severity: Severity,
-        check: &'static str,
-        evidence: impl Into<String>,
-    ) -> Self {
-        Self {
-            severity,
-            check,
-            device: None,
-            evidence: evidence.into(),
-            meaning: String::new(),
-            remedy: String::new(),
-        }
-    }
-
-    pub(super) fn of_device(self, ordinal: u32) -> Self {
-        Self { device: Some(format!("cuda:{ordinal}")), ..self }
-    }
-
-    pub(super) fn means(self, meaning: impl Into<String>) -> Self {
-        Self { meaning: meaning.into(), ..self }
-    }
-
-    pub(super) fn remedied_by(self, remedy: impl Into<String>) -> Self {
-        Self { remedy: remedy.into(), ..self }
-    }
-}
 
 /// What `statecopy doctor --json` prints.
 #[derive(Debug, Serialize)]
@@ -106,7 +36,7 @@ impl Report {
     pub(super) fn text(&self) -> String {
         let mut text = String::new();
         for finding in &self.findings {
-            let label = finding.severity.label();
+            let label = label(finding.severity);
             let device = finding.device.as_ref().map_or(String::new(), |name| format!(" {name}"));
             let evidence = plain(&finding.evidence);
             let _written = writeln!(text, "{label:8}{}{device}: {evidence}", finding.check);
@@ -125,6 +55,15 @@ impl Report {
         let (problems, warnings) = (self.problems, self.warnings);
         let _written = writeln!(text, "Problems: {problems}, warnings: {warnings}");
         text
+    }
+}
+
+fn label(severity: Severity) -> &'static str {
+    match severity {
+        Severity::Problem => "PROBLEM",
+        Severity::Warning => "WARNING",
+        Severity::Note => "note",
+        Severity::Ok => "ok",
     }
 }
 

@@ -12,9 +12,9 @@ use rustix::process::{Resource, geteuid, getrlimit};
 use statecopy_client::blocking::Admin;
 use statecopy_client::{Address, Error, RefusalCode};
 use statecopy_descriptors::SealedMemory;
+use statecopy_kernels::findings::{self, Finding, Severity};
 use statecopy_kernels::host::cpus_allowed;
 
-use super::finding::{Finding, Severity};
 use crate::failure::Failure;
 
 /// Descriptors below which a large worker does not register: one region of expandable segments may be thousands.
@@ -25,9 +25,9 @@ const WRITABLE_BY_OTHERS: u32 = 0o022;
 /// Every finding about the host.
 pub(super) fn judge(address: &Address, timeout: Duration) -> Vec<Finding> {
     let mut findings = vec![
-        Finding::new(Severity::Ok, "page_size", format!("{} bytes", page_size())),
+        findings::page_size(page_size()),
         shared_memory(),
-        cpus(cpus_allowed().get()),
+        findings::cpus(cpus_allowed().get()),
         open_files(getrlimit(Resource::Nofile).maximum),
         locked_memory(getrlimit(Resource::Memlock).current),
     ];
@@ -45,16 +45,6 @@ fn shared_memory() -> Finding {
             .means("Daemon and workers share sealed memory (memfd); without it no session is opened.")
             .remedied_by("Allow memfd_create and F_ADD_SEALS (the container's seccomp profile), and leave memory."),
     }
-}
-
-fn cpus(allowed: usize) -> Finding {
-    let evidence = format!("{allowed} may be used (affinity and quota of this process)");
-    if allowed >= 2 {
-        return Finding::new(Severity::Ok, "cpus", evidence);
-    }
-    Finding::new(Severity::Warning, "cpus", evidence)
-        .means("Below two the executor never spins: each request wakes a sleeping thread, which costs tens of microseconds.")
-        .remedied_by("Let the daemon use two CPUs or more (the container's CPU limit, taskset).")
 }
 
 fn open_files(hard: Option<u64>) -> Finding {
@@ -166,8 +156,8 @@ mod tests {
 
     #[test]
     fn few_cpus_and_few_descriptors_are_warnings() {
-        assert_eq!(cpus(1).severity, Severity::Warning);
-        assert_eq!(cpus(2).severity, Severity::Ok);
+        assert_eq!(findings::cpus(1).severity, Severity::Warning);
+        assert_eq!(findings::cpus(2).severity, Severity::Ok);
         assert_eq!(open_files(Some(1_024)).severity, Severity::Warning);
         assert_eq!(open_files(Some(4_096)).severity, Severity::Ok);
         assert_eq!(open_files(None).severity, Severity::Ok);

@@ -1,40 +1,23 @@
 //! The parent of the child that tries the driver: it listens, and ends the child where that falls silent.
 
 use std::io::{BufRead, BufReader};
-use std::process::{Child, ChildStdout, ExitStatus, Stdio};
+use std::process::{Child, ChildStdout, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::thread;
 use std::time::Duration;
 
 use anyhow::Context;
 use statecopy_kernels::cuda::CudaSelector;
+use statecopy_kernels::findings::told::{Ending, Event, Probed};
 use statecopyd::config::DeviceName;
 
-use super::probe::{Event, Libraries};
+use super::probe::Libraries;
 use crate::spawn;
 
 /// How long a killed child may take to be gone.
 const KILLED_MAX: Duration = Duration::from_secs(5);
 /// Lines that wait to be read.
 const LINES_HELD: usize = 64;
-
-/// What became of the child.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Ending {
-    /// It ended by itself.
-    Ended(ExitStatus),
-    /// It was silent for so long, was killed, and is gone.
-    Killed(Duration),
-    /// It was silent for so long, was killed, and is still there: the kernel does not let it go.
-    Stuck(Duration),
-}
-
-/// What the child told, and its end.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Probed {
-    pub(super) events: Vec<Event>,
-    pub(super) ending: Ending,
-}
 
 /// Lets a child try the driver. Each of its steps may take `deadline`.
 ///
@@ -62,13 +45,6 @@ pub(super) fn try_driver(
     let (events, silent) = lines.map_or((Vec::new(), false), |lines| collect(&lines, deadline));
     let ending = if silent { end(&mut child, deadline)? } else { reap(&mut child, deadline)? };
     Ok(Probed { events, ending })
-}
-
-/// `CUDA_DEVICE_MAX_CONNECTIONS` as the daemon sets it.
-pub(super) fn daemon_connections() -> &'static str {
-    let environment = DeviceName::Cuda(CudaSelector::Ordinal(0)).environment();
-    let found = environment.iter().find(|(name, _)| *name == super::CONNECTIONS);
-    found.map_or("8", |(_, count)| count)
 }
 
 /// A thread of its own reads: one that waits for a pipe cannot be given a deadline.

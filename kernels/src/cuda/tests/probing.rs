@@ -5,7 +5,7 @@ use std::time::Duration;
 use statecopy_stub_cuda::{Act, CUresult, Fault, Function, StubDevice};
 
 use super::*;
-use crate::cuda::probe::{ComputeMode, Probe, StreamOperationsError};
+use crate::cuda::probe::{ComputeMode, HELD, Probe, StreamOperationsError};
 
 /// How long the stub's streams may take.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -37,7 +37,7 @@ fn a_device_is_described_and_its_streams_write_and_wait() {
 
     let context = probe.enter(&devices[0]).unwrap();
     assert_eq!(context.memory_left().unwrap().total, 64 << 30);
-    context.try_stream_operations(PATIENCE).unwrap();
+    context.try_stream_operations(PATIENCE, HELD).unwrap();
     drop(context);
     assert_eq!(held(&stub), [], "what was made to be looked at is given back");
 }
@@ -54,7 +54,7 @@ fn stream_operations_that_the_driver_refuses_are_told_with_its_words() {
         let probe = probe(&stub);
         let context = probe.enter(&probe.devices(None).unwrap()[0]).unwrap();
         stub.arm(function, Fault::next(Act::Answer(CUresult::NOT_SUPPORTED)));
-        let error = context.try_stream_operations(PATIENCE).unwrap_err();
+        let error = context.try_stream_operations(PATIENCE, HELD).unwrap_err();
         assert!(error.to_string().contains("CUDA_ERROR_NOT_SUPPORTED (801)"), "{error}");
         drop(context);
         assert_eq!(held(&stub), []);
@@ -69,7 +69,7 @@ fn stream_operations_that_succeed_and_do_nothing_are_found() {
         let probe = probe(&stub);
         let context = probe.enter(&probe.devices(None).unwrap()[0]).unwrap();
         stub.arm(function, Fault::next(Act::Answer(CUresult::SUCCESS)).lasting());
-        context.try_stream_operations(SHORT).unwrap_err()
+        context.try_stream_operations(SHORT, HELD).unwrap_err()
     };
     let error = told(Function::cuStreamWriteValue64_v2);
     assert!(matches!(error, StreamOperationsError::NotWritten(SHORT)), "{error}");

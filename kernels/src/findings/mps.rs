@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 /// Where clients look for it, unless `CUDA_MPS_PIPE_DIRECTORY` names another place.
-pub(super) const DEFAULT_DIRECTORY: &str = "/tmp/nvidia-mps";
+pub const DEFAULT_DIRECTORY: &str = "/tmp/nvidia-mps";
 /// The pipe to the control daemon, in that directory.
 const CONTROL: &str = "control";
 /// The server's program.
@@ -13,27 +13,30 @@ const SERVER: &str = "nvidia-cuda-mps-server";
 
 /// A server's process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Server {
-    pub(super) pid: u32,
-    pub(super) uid: u32,
+pub struct Server {
+    /// Its number.
+    pub pid: u32,
+    /// Its user.
+    pub uid: u32,
 }
 
 /// What is there.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Mps {
+pub struct Mps {
     /// Where clients of this environment look.
-    pub(super) directory: PathBuf,
+    pub directory: PathBuf,
     /// Whose the control pipe in it is, where there is one.
-    pub(super) control_owner: Option<u32>,
+    pub control_owner: Option<u32>,
     /// Servers that this process can see: those of its PID namespace.
-    pub(super) servers: Vec<Server>,
+    pub servers: Vec<Server>,
     /// Who asks.
-    pub(super) own_uid: u32,
+    pub own_uid: u32,
 }
 
 impl Mps {
     /// Looks at a pipe directory, and at the processes of `/proc`.
-    pub(super) fn look(directory: PathBuf, processes: &Path, own_uid: u32) -> Self {
+    #[must_use]
+    pub fn look(directory: PathBuf, processes: &Path, own_uid: u32) -> Self {
         let control = fs::metadata(directory.join(CONTROL));
         Self {
             control_owner: control.ok().map(|it| it.uid()),
@@ -44,13 +47,15 @@ impl Mps {
     }
 
     /// A server of another user than the one who asks.
-    pub(super) fn foreign_server(&self) -> Option<Server> {
+    #[must_use]
+    pub fn foreign_server(&self) -> Option<Server> {
         let own = self.servers.iter().any(|server| server.uid == self.own_uid);
         self.servers.first().copied().filter(|_| !own)
     }
 
     /// In a sentence.
-    pub(super) fn evidence(&self) -> String {
+    #[must_use]
+    pub fn evidence(&self) -> String {
         let directory = self.directory.display();
         let control = match self.control_owner {
             Some(uid) => format!("{directory}/{CONTROL} is there, of user {uid}"),

@@ -1,14 +1,19 @@
 //! What the child's tale means for one GPU.
 
 use super::driver::Circumstances;
-use super::finding::{Finding, Severity};
-use super::probe::{Event, Mode, SeenDevice};
-use crate::terminal::{bytes, grouped};
+use super::text::{bytes, grouped};
+use super::told::{Event, Mode, Probed, SeenDevice};
+use super::{CONNECTIONS, Finding, Severity};
 
 /// Memory beside the tables that code and the scratch of a registration want; less is a warning.
 const ROOM_BYTES: u64 = 256 << 20;
 /// Where the figures below come from.
 const MEASURED: &str = "measured on one H200 with driver 580 and states of 0.75 MiB, not here";
+
+/// What a stream-ordered copy of one state takes through MPS, with its kernels around it, in nanoseconds.
+const ORDERED_BY_MPS_NS: u64 = 23_700;
+/// The same where processes take turns.
+const ORDERED_BY_TURNS_NS: u64 = 295_000;
 
 /// Whether processes share a device at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,6 +24,117 @@ enum Sharing {
     TimeSlices,
     /// What is seen does not agree.
     Unclear,
+}
+
+/// What is known of the machine of one device, as metrics have it. Words are `none` and figures 0 where there is no GPU, and
+/// `unknown` where nobody tells.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Machine {
+    /// `mps`, `time_slices`, `exclusive`: one process alone may use the device.
+    pub sharing: &'static str,
+    /// `default`, `exclusive`, `prohibited`.
+    pub compute_mode: &'static str,
+    /// `off`, `divided`, `slice`.
+    pub mig: &'static str,
+    /// The CUDA version that the driver speaks.
+    pub driver: String,
+    /// The driver's release.
+    pub driver_release: String,
+    /// The compiler's version.
+    pub nvrtc: String,
+    /// Free beside the context when it was made, in bytes.
+    pub memory_free: u64,
+    /// Hardware connections of the device process's context.
+    pub connections: u32,
+    /// Whether memory operations of streams were tried, and work.
+    pub stream_operations: bool,
+    /// What a stream-ordered copy of one state of 0.75 MiB is expected to take, by what was measured on one H200.
+    pub ordered_copy_ns: u64,
+}
+
+impl Default for Machine {
+    fn default() -> Self {
+        Self {
+            sharing: "none",
+            compute_mode: "none",
+            mig: "none",
+            driver: "none".to_owned(),
+            driver_release: "none".to_owned(),
+            nvrtc: "none".to_owned(),
+            memory_free: 0,
+            connections: 0,
+            stream_operations: false,
+            ordered_copy_ns: 0,
+        }
+    }
+}
+
+impl Machine {
+    /// Of what a device process told of its one device.
+    #[must_use]
+    pub fn of(probed: &Probed, circumstances: &Circumstances) -> Self {
+        let mut machine = Self {
+            connections: circumstances.daemon_connections.parse().unwrap_or(0),
+            ..Self::default()
+        };
+        for event in &probed.events {
+            match event {
+                Event::Driver { version } => machine.driver = version_text(*version),
+                Event::Compiler { version } => machine.nvrtc.clone_from(version),
+                Event::Device { device } => machine.describe(device, circumstances),
+                Event::Context { free, .. } => machine.memory_free = *free,
+                Event::Streams { error, .. } => machine.stream_operations = error.is_none(),
+                Event::Begins { .. }
+                | Event::NoCompiler { .. }
+                | Event::Refused { .. }
+                | Event::NoContext { .. } => {}
+            }
+        }
+        machine
+    }
+
+    fn describe(&mut self, device: &SeenDevice, circumstances: &Circumstances) {
+        let (sharing, _) = sharing(device, circumstances);
+        let outside = device.outside.as_ref();
+        let unknown = || "unknown".to_owned();
+        self.sharing = match (sharing, device.compute_mode) {
+            (Sharing::Mps, _) => "mps",
+            (Sharing::TimeSlices | Sharing::Unclear, Mode::Exclusive) => "exclusive",
+            (Sharing::TimeSlices, _) => "time_slices",
+            (Sharing::Unclear, _) => "unknown",
+        };
+        self.compute_mode = match device.compute_mode {
+            Mode::Shared => "default",
+            Mode::Exclusive => "exclusive",
+            Mode::Prohibited => "prohibited",
+            Mode::Unknown => "unknown",
+        };
+        self.mig = match outside.map(|outside| (outside.is_slice, outside.is_divided)) {
+            Some((true, _)) => "slice",
+            Some((false, Some(true))) => "divided",
+            Some((false, Some(false))) => "off",
+            Some((false, None)) | None => "unknown",
+        };
+        self.driver_release =
+            outside.and_then(|outside| outside.driver_release.clone()).unwrap_or_else(unknown);
+        self.ordered_copy_ns = match sharing {
+            Sharing::Mps => ORDERED_BY_MPS_NS,
+            Sharing::TimeSlices | Sharing::Unclear => ORDERED_BY_TURNS_NS,
+        };
+    }
+}
+
+/// Nanoseconds as microseconds with a tenth where there is one.
+fn micros(ns: u64) -> String {
+    match ns % 1_000 / 100 {
+        0 => (ns / 1_000).to_string(),
+        tenths => format!("{}.{tenths}", ns / 1_000),
+    }
+}
+
+/// The CUDA version as people write it.
+pub(super) fn version_text(version: i32) -> String {
+    format!("{}.{}", version / 1_000, version % 1_000 / 10)
 }
 
 /// Every finding about a device.
@@ -177,7 +293,7 @@ fn connections(sharing: Sharing, circumstances: &Circumstances) -> Finding {
     );
     let finding =
         |severity, evidence| Finding::new(severity, "connections", evidence).means(&meaning);
-    let name = super::CONNECTIONS;
+    let name = CONNECTIONS;
     match &circumstances.connections {
         None => finding(Severity::Ok, format!("{name} is not set: {usual}")),
         Some(text) => match text.parse::<u32>() {
@@ -192,7 +308,7 @@ fn connections(sharing: Sharing, circumstances: &Circumstances) -> Finding {
 }
 
 fn memory(context: Option<u64>, free: u64, total: u64, circumstances: &Circumstances) -> Finding {
-    let own = statecopy_kernels::cuda::own_memory(circumstances.selected_max);
+    let own = crate::cuda::own_memory(circumstances.selected_max);
     let tables = own.map_or(u64::MAX, |own| own.tables);
     let context = match context {
         Some(taken) => format!("the context, which takes {}", bytes(taken)),
@@ -242,12 +358,12 @@ fn costs(sharing: Sharing, streams_work: bool) -> Finding {
             .means("See stream_operations.");
     }
     match sharing {
-        Sharing::Mps => finding(Severity::Ok, &format!("{host}; a stream-ordered one with its kernels around it 23.7 and 53.7 us")),
+        Sharing::Mps => finding(Severity::Ok, &format!("{host}; a stream-ordered one with its kernels around it {} and 53.7 us", micros(ORDERED_BY_MPS_NS))),
         Sharing::TimeSlices | Sharing::Unclear => finding(
             Severity::Warning,
             &format!(
-                "{host}. Without MPS a stream-ordered copy takes about 295 and 322 us, and more than 1,000 us while the worker's \
-                 kernels fill the device"
+                "{host}. Without MPS a stream-ordered copy takes about {} and 322 us, and more than 1,000 us while the worker's \
+                 kernels fill the device", micros(ORDERED_BY_TURNS_NS)
             ),
         )
         .means("Every stream-ordered copy waits for two switches of the device between processes, whatever its size.")
@@ -260,8 +376,8 @@ fn costs(sharing: Sharing, streams_work: bool) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::mps::Mps;
-    use crate::doctor::probe::SeenOutside;
+    use crate::findings::mps::Mps;
+    use crate::findings::told::SeenOutside;
 
     fn circumstances() -> Circumstances {
         let mps =

@@ -1,31 +1,32 @@
 //! What the child's tale means, as far as it is about the driver as a whole.
 
 use super::device;
-use super::finding::{Finding, Severity};
 use super::mps::Mps;
-use super::probe::{Event, OPENING_COMPILER, Refused, SeenDevice};
-use super::watch::{Ending, Probed};
+use super::told::{Ending, Event, OPENING_COMPILER, Probed, Refused, SeenDevice};
+use super::{Finding, Severity};
 
 /// What findings about GPUs are made from, beside the child's tale.
 #[derive(Debug)]
-pub(super) struct Circumstances {
-    pub(super) mps: Mps,
+pub struct Circumstances {
+    /// What is there of MPS.
+    pub mps: Mps,
     /// Whether a GPU was asked for: without one a machine without a driver is no problem.
-    pub(super) gpu_wanted: bool,
+    pub gpu_wanted: bool,
     /// Chips that the stores hold kernels for, as in `sm_90`.
-    pub(super) chips: Vec<String>,
+    pub chips: Vec<String>,
     /// Where NVRTC is looked for.
-    pub(super) searched: String,
+    pub searched: String,
     /// The largest `max_selected` of a layer, by the daemon's settings.
-    pub(super) selected_max: u64,
+    pub selected_max: u64,
     /// `CUDA_DEVICE_MAX_CONNECTIONS` of this environment, which a worker started in it has too.
-    pub(super) connections: Option<String>,
+    pub connections: Option<String>,
     /// The same as the daemon sets it.
-    pub(super) daemon_connections: &'static str,
+    pub daemon_connections: &'static str,
 }
 
 /// Every finding about driver, compiler and GPUs.
-pub(super) fn judge(probed: &Probed, circumstances: &Circumstances) -> Vec<Finding> {
+#[must_use]
+pub fn judge(probed: &Probed, circumstances: &Circumstances) -> Vec<Finding> {
     let mut findings = Vec::new();
     let devices = || {
         probed.events.iter().filter_map(|event| match event {
@@ -77,6 +78,7 @@ fn silence(probed: &Probed, mps: &Mps) -> Option<Finding> {
     let hangs =
         "A daemon or a worker that is started like this hangs in the same place, without an error.";
     let (evidence, meaning, remedy) = match &probed.ending {
+        Ending::Lives => return None,
         Ending::Ended(status) if status.success() => return None,
         Ending::Ended(status) => (
             format!("The process that tried the driver ended with {status} while {step}"),
@@ -136,16 +138,15 @@ fn cause(mps: &Mps) -> String {
     }
 }
 
-fn started(version: i32, device: Option<&SeenDevice>) -> Finding {
+fn started(version: i32, seen: Option<&SeenDevice>) -> Finding {
     if version == 0 {
         return Finding::new(Severity::Ok, "driver", "it loads, and says that there is no device");
     }
-    let release =
-        device.and_then(|device| device.outside.as_ref()?.driver_release.as_ref()).map_or_else(
-            || "its release is unknown without libnvidia-ml".to_owned(),
-            |it| format!("release {it}"),
-        );
-    let evidence = format!("CUDA {}.{}, {release}", version / 1_000, version % 1_000 / 10);
+    let release = seen.and_then(|seen| seen.outside.as_ref()?.driver_release.as_ref()).map_or_else(
+        || "its release is unknown without libnvidia-ml".to_owned(),
+        |it| format!("release {it}"),
+    );
+    let evidence = format!("CUDA {}, {release}", device::version_text(version));
     Finding::new(Severity::Ok, "driver", evidence).means("The driver starts.")
 }
 
@@ -183,7 +184,11 @@ fn no_compiler(reason: &str, severity: Severity, circumstances: &Circumstances) 
 
 /// A driver that works and has no device.
 fn nothing_seen(probed: &Probed, circumstances: &Circumstances) -> Option<Finding> {
-    let whole = matches!(&probed.ending, Ending::Ended(status) if status.success());
+    let whole = match &probed.ending {
+        Ending::Lives => true,
+        Ending::Ended(status) => status.success(),
+        Ending::Killed(_) | Ending::Stuck(_) => false,
+    };
     let told = |event: &Event| matches!(event, Event::Device { .. } | Event::Refused { .. });
     if !whole || !has_started(probed) || probed.events.iter().any(told) {
         return None;
@@ -199,7 +204,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::doctor::mps::Server;
+    use crate::findings::mps::Server;
 
     fn hung(step: &str, mps: &Mps) -> Finding {
         let events = vec![Event::Begins { step: step.to_owned() }];
