@@ -27,6 +27,7 @@ mod management;
 mod memory;
 mod pieces;
 pub mod probe;
+mod registered;
 mod selector;
 pub mod store;
 mod sys;
@@ -36,9 +37,11 @@ mod words;
 #[cfg(test)]
 mod tests;
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use statecopy_descriptors::Mapping;
 use statecopy_proto::{DataType, Refusal, RefusalCode};
 
 use self::arena::{ARENA_BYTES, Arena};
@@ -52,7 +55,7 @@ use self::probe::ProbedContext;
 use self::store::{Artifacts, StoreError};
 use self::sys::device_attribute;
 use self::words::Words;
-use crate::device::{Announced, Configuration, Device, DeviceDescription, Footprint};
+use crate::device::{Announced, Configuration, Device, DeviceDescription, Footprint, words_in};
 use crate::environment::{self, Environment};
 use crate::guard::{Door, ServingGuard};
 use crate::hooks;
@@ -69,6 +72,7 @@ pub use self::guest::{CudaGuest, GuestMemory};
 pub use self::launcher::CudaLauncher;
 pub use self::management::MANAGEMENT_LIBRARY;
 pub use self::memory::{CudaImport, CudaRegion, SAME_PROCESS_SUBJECT};
+pub use self::registered::CudaWords;
 pub use self::selector::{CudaSelector, SelectorError};
 pub use self::variants::CudaVariants;
 pub use self::words::TICKETS_MAX;
@@ -236,6 +240,7 @@ impl Device for CudaDevice {
     type Import = CudaImport;
     type Variants = CudaVariants;
     type Caches = CudaCaches;
+    type Words = CudaWords;
     type Launcher = CudaLauncher;
 
     fn description(&self) -> &DeviceDescription {
@@ -269,6 +274,14 @@ impl Device for CudaDevice {
 
     fn bind(&self, layers: &[(Arc<CudaRegion>, Placement)]) -> Result<CudaCaches, Refusal> {
         CudaCaches::bind(&self.arena, layers)
+    }
+
+    fn share_words(&self, mapping: &Arc<Mapping>, range: Range<u64>) -> Result<CudaWords, Refusal> {
+        words_in(mapping, &range)?;
+        CudaWords::share(&self.context, mapping, range).map_err(|error| {
+            let what = "Words of the session's memory were not registered with the driver";
+            error.refusal(RefusalCode::PrepareFailed, what)
+        })
     }
 
     fn configuration(&self) -> Configuration {

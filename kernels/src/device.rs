@@ -9,6 +9,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use statecopy_descriptors::Mapping;
 use statecopy_proto::{
     DataType, Direction, HandleKind, IndexWidth, PlanKind, Refusal, RefusalCode,
 };
@@ -151,6 +152,8 @@ pub trait Device: fmt::Debug + Send + Sync + Sized + 'static {
     type Variants: fmt::Debug + Send + Sync + 'static;
     /// Base addresses of the layers of one binding (one) or binding set (many), where the kernels read them.
     type Caches: fmt::Debug + Send + Sync + 'static;
+    /// Words of shared memory that launches write when they are done. Kept until the tickets of those launches answered.
+    type Words: fmt::Debug + Send + Sync + 'static;
     /// The executor's side.
     type Launcher: Launcher<Self>;
 
@@ -186,6 +189,16 @@ pub trait Device: fmt::Debug + Send + Sync + Sized + 'static {
     /// # Errors
     /// SIGNATURE_MISMATCH or OUT_OF_REGION.
     fn bind(&self, layers: &[(Arc<Self::Region>, Placement)]) -> Result<Self::Caches, Refusal>;
+
+    /// Lets launches write the words of a range of shared memory. Two ranges of one mapping share no page.
+    ///
+    /// # Errors
+    /// PREPARE_FAILED when the range does not lie in the mapping, or the device cannot reach it.
+    fn share_words(
+        &self,
+        mapping: &Arc<Mapping>,
+        range: Range<u64>,
+    ) -> Result<Self::Words, Refusal>;
 
     /// Reads the compiler configuration now. The only call that reads the environment.
     fn configuration(&self) -> Configuration;
@@ -233,6 +246,20 @@ pub(crate) fn one_signature<R: Region>(
         }
     }
     Ok(first.layout())
+}
+
+/// Checks a range of words against their mapping.
+pub(crate) fn words_in(mapping: &Mapping, range: &Range<u64>) -> Result<(), Refusal> {
+    if range.start < range.end && range.end <= mapping.len() as u64 {
+        return Ok(());
+    }
+    let sentence = format!(
+        "Words at {}..{} do not lie in a memory of {} bytes",
+        range.start,
+        range.end,
+        mapping.len()
+    );
+    Err(Refusal::new(RefusalCode::PrepareFailed, sentence))
 }
 
 /// A range of a region that holds it whole.
@@ -358,6 +385,25 @@ impl<D: Device> Launch<'_, D> {
     }
 }
 
+/// What a launch writes where the other side sees it, once everything that it moves is there.
+#[derive(Debug)]
+pub struct Signal<'a, D: Device> {
+    /// The words.
+    pub words: &'a D::Words,
+    /// Which of them: bytes from the start of the mapping, a multiple of 8, in the range that is shared.
+    pub offset: u64,
+    /// What to write.
+    pub value: u64,
+}
+
+impl<D: Device> Clone for Signal<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<D: Device> Copy for Signal<'_, D> {}
+
 /// Rows that a launch moved.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Moved {
@@ -376,6 +422,9 @@ pub struct DeviceFault(pub String);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Ticket(pub u64);
 
+/// Orders that a launcher keeps apart: launches in one of them never wait for those in another.
+pub const STREAMS: u32 = 32;
+
 /// The executor's side of a device. Never blocks, allocates device memory, compiles or reads the environment.
 pub trait Launcher<D: Device>: Send {
     /// Whether a foreign hook sits on the launch path: one load.
@@ -393,6 +442,18 @@ pub trait Launcher<D: Device>: Send {
     /// # Errors
     /// When the device failed.
     fn launch(&mut self, launch: &Launch<'_, D>) -> Result<Ticket, DeviceFault>;
+
+    /// Starts a launch that comes after those of the same number, and has no order with others but for those whose number is
+    /// the same modulo [`STREAMS`]. Done, it writes the signal, then its ticket answers; a launch of no rows does so as well.
+    ///
+    /// # Errors
+    /// When the device failed.
+    fn launch_in_order(
+        &mut self,
+        launch: &Launch<'_, D>,
+        stream: u32,
+        signal: Option<Signal<'_, D>>,
+    ) -> Result<Ticket, DeviceFault>;
 
     /// The outcome of a launch, or `None` while it runs. A ticket is polled until it answers, and then no more.
     ///

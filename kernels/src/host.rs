@@ -18,15 +18,18 @@ mod variants;
 mod tests;
 
 use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use statecopy_descriptors::Mapping;
 use statecopy_proto::{DataType, HandleKind, Refusal, RefusalCode};
 
 use self::crew::{Crew, Sharing};
 use self::stores::Stores;
 use crate::device::{
     Announced, Configuration, Device, DeviceDescription, Footprint, Import, Piece, PieceHandle,
+    words_in,
 };
 use crate::environment::Environment;
 use crate::guard::{Door, ServingGuard};
@@ -37,7 +40,7 @@ use crate::plan::KernelClass;
 pub use self::caches::HostCaches;
 pub use self::identity::{cpus_allowed, host_uuid};
 pub use self::launcher::{HostLauncher, TICKETS_MAX};
-pub use self::memory::{HostImport, HostRegion};
+pub use self::memory::{HostImport, HostRegion, HostWords};
 pub use self::variants::HostVariants;
 
 /// Which row copies the host uses.
@@ -124,6 +127,7 @@ impl Device for HostDevice {
     type Import = HostImport;
     type Variants = HostVariants;
     type Caches = HostCaches;
+    type Words = HostWords;
     type Launcher = HostLauncher;
 
     fn description(&self) -> &DeviceDescription {
@@ -154,6 +158,11 @@ impl Device for HostDevice {
 
     fn bind(&self, layers: &[(Arc<HostRegion>, Placement)]) -> Result<HostCaches, Refusal> {
         HostCaches::bind(layers)
+    }
+
+    fn share_words(&self, mapping: &Arc<Mapping>, range: Range<u64>) -> Result<HostWords, Refusal> {
+        words_in(mapping, &range)?;
+        Ok(HostWords::new(Arc::clone(mapping), range))
     }
 
     fn configuration(&self) -> Configuration {

@@ -17,10 +17,11 @@ use super::arguments::{
 use super::context::Context;
 use super::driver::DriverError;
 use super::memory::CudaRegion;
-use super::sys::Stream;
+use super::sys::{self, Stream, StreamMemOp};
 use super::words::{TICKETS_MAX, Words};
 use crate::device::{
-    DeviceFault, Flags, Indices, Launch, Launcher, Moved, Region as _, Slice, Ticket,
+    DeviceFault, Flags, Indices, Launch, Launcher, Moved, Region as _, STREAMS, Signal, Slice,
+    Ticket,
 };
 use crate::hooks;
 use crate::signature::ALIGNMENT_BYTES;
@@ -39,21 +40,55 @@ impl From<DriverError> for DeviceFault {
     }
 }
 
-/// Launches copies on a stream of its own.
+/// Launches copies on streams of its own: one for those without an order, and one for each order that is kept apart.
 #[derive(Debug)]
 pub struct CudaLauncher {
     context: Arc<Context>,
-    stream: Stream,
+    streams: Streams,
     words: Words,
     arguments: Box<Arguments>,
     slots: Box<[Option<UnderWay>]>,
     issued: u64,
 }
 
+/// Streams of the highest priority. The one of launches without an order comes last.
+#[derive(Debug)]
+struct Streams([Stream; STREAMS as usize + 1]);
+
+impl Streams {
+    fn create(context: &Context) -> Result<Self, DriverError> {
+        let current = context.enter()?;
+        let mut streams = [Stream(0); STREAMS as usize + 1];
+        for made in 0..streams.len() {
+            match current.create_stream() {
+                Ok(stream) => streams[made] = stream,
+                Err(error) => {
+                    for stream in &streams[..made] {
+                        // SAFETY: the stream was created above and never used.
+                        let _ended = unsafe { current.destroy_stream(*stream) };
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(Self(streams))
+    }
+
+    fn unordered(&self) -> Stream {
+        self.0[STREAMS as usize]
+    }
+
+    fn of(&self, number: u32) -> Stream {
+        self.0[(number % STREAMS) as usize]
+    }
+}
+
 /// A launch that was not answered yet.
 #[derive(Debug, Clone, Copy)]
 struct UnderWay {
     ticket: Ticket,
+    /// Where it runs, until its word says that it is done; `None` where there was nothing to do.
+    stream: Option<Stream>,
     rows: u64,
     /// How many of them are copied, where the host can tell; otherwise the device does.
     copied: Option<u64>,
@@ -64,10 +99,10 @@ struct UnderWay {
 impl CudaLauncher {
     pub(super) fn create(context: &Arc<Context>, selected_max: u64) -> Result<Self, DriverError> {
         let words = Words::allocate(context, selected_max)?;
-        let stream = context.enter()?.create_stream()?;
+        let streams = Streams::create(context)?;
         Ok(Self {
             context: Arc::clone(context),
-            stream,
+            streams,
             words,
             arguments: Box::new(Arguments::zeroed()),
             slots: vec![None; TICKETS_MAX].into(),
@@ -156,6 +191,7 @@ impl CudaLauncher {
         &mut self,
         slot: usize,
         launch: &Launch<'_, CudaDevice>,
+        stream: Stream,
         copied: Option<u64>,
     ) -> Result<u64, DeviceFault> {
         let variant = launch.variant();
@@ -174,12 +210,12 @@ impl CudaLauncher {
             let current = self.context.enter()?;
             if staged > 0 {
                 // SAFETY: the stream is ours, and the slot is free until this launch is answered.
-                unsafe { self.words.stage(current, self.stream, slot, staged) }?;
+                unsafe { self.words.stage(current, stream, slot, staged) }?;
             }
             // SAFETY: the function is of a variant that takes `Arguments`, whose module the caller's variants keep loaded.
             // `fill` checked that packed, indices and flags hold what the launch says and that the part lies inside it;
             // binding checked the layers against their regions. The caller keeps all of it until it knows of the end.
-            unsafe { current.launch(function, shape, THREADS, self.stream, &*self.arguments) }?;
+            unsafe { current.launch(function, shape, THREADS, stream, &*self.arguments) }?;
         }
         Ok(rows)
     }
@@ -201,7 +237,8 @@ impl CudaLauncher {
         let copied = known_copied(launch).filter(|_| bytes <= INLINE_BYTES_MAX);
         let copied = copied.expect("indices and flags travel with the launch");
         // So nothing of the slot is used.
-        let rows = self.start(slot_of(self.issued), launch, Some(copied))?;
+        let stream = self.streams.unordered();
+        let rows = self.start(slot_of(self.issued), launch, stream, Some(copied))?;
         Ok(Moved { copied, masked: rows - copied })
     }
 
@@ -211,7 +248,37 @@ impl CudaLauncher {
     /// When the device failed.
     pub fn synchronize(&mut self) -> Result<(), DeviceFault> {
         // SAFETY: the stream is ours.
-        Ok(unsafe { self.context.enter()?.synchronize(self.stream) }?)
+        Ok(unsafe { self.context.enter()?.synchronize(self.streams.unordered()) }?)
+    }
+
+    /// Starts a launch on one of the streams, which then writes the signal and the ticket's done word.
+    fn begin(
+        &mut self,
+        launch: &Launch<'_, CudaDevice>,
+        stream: Stream,
+        signal: Option<Signal<'_, CudaDevice>>,
+    ) -> Result<Ticket, DeviceFault> {
+        let (ticket, slot) = (Ticket(self.issued), slot_of(self.issued));
+        assert!(self.slots[slot].is_none(), "At most {TICKETS_MAX} launches await their poll");
+        let copied = known_copied(launch);
+        let rows = self.start(slot, launch, stream, copied)?;
+        let (done, value) = (self.words.done_address(slot), Self::done_value(ticket));
+        let current = self.context.enter()?;
+        match signal {
+            Some(Signal { words, offset, value: told }) => {
+                let mut writes = [(words.address(offset), told), (done, value)].map(write);
+                // SAFETY: the stream is ours. The caller keeps its words until the ticket answered; ours are freed only when
+                // the streams are idle.
+                unsafe { current.operate(stream, &mut writes) }?;
+            }
+            // SAFETY: as above.
+            None if rows > 0 => unsafe { current.write_word(stream, done, value) }?,
+            None => {}
+        }
+        let stream = (rows > 0 || signal.is_some()).then_some(stream);
+        self.slots[slot] = Some(UnderWay { ticket, stream, rows, copied, asked: None });
+        self.issued += 1;
+        Ok(ticket)
     }
 
     /// The done word's value for a ticket. The words begin as 0.
@@ -234,20 +301,16 @@ impl Launcher<CudaDevice> for CudaLauncher {
     }
 
     fn launch(&mut self, launch: &Launch<'_, CudaDevice>) -> Result<Ticket, DeviceFault> {
-        let (ticket, slot) = (Ticket(self.issued), slot_of(self.issued));
-        assert!(self.slots[slot].is_none(), "At most {TICKETS_MAX} launches await their poll");
-        let copied = known_copied(launch);
-        let rows = self.start(slot, launch, copied)?;
-        if rows > 0 {
-            let word = self.words.done_address(slot);
-            // SAFETY: the stream is ours; the words are freed only when the stream is idle.
-            unsafe {
-                self.context.enter()?.write_word(self.stream, word, Self::done_value(ticket))
-            }?;
-        }
-        self.slots[slot] = Some(UnderWay { ticket, rows, copied, asked: None });
-        self.issued += 1;
-        Ok(ticket)
+        self.begin(launch, self.streams.unordered(), None)
+    }
+
+    fn launch_in_order(
+        &mut self,
+        launch: &Launch<'_, CudaDevice>,
+        stream: u32,
+        signal: Option<Signal<'_, CudaDevice>>,
+    ) -> Result<Ticket, DeviceFault> {
+        self.begin(launch, self.streams.of(stream), signal)
     }
 
     fn poll(&mut self, ticket: Ticket) -> Result<Option<Moved>, DeviceFault> {
@@ -255,7 +318,9 @@ impl Launcher<CudaDevice> for CudaLauncher {
         let under_way = self.slots[slot].as_mut().filter(|under_way| under_way.ticket == ticket);
         let under_way = under_way.expect("a ticket of this launcher is polled until it answers");
         let is_done = |words: &Words| words.done(slot) == Self::done_value(ticket);
-        if under_way.rows > 0 && !is_done(&self.words) {
+        if let Some(stream) = under_way.stream
+            && !is_done(&self.words)
+        {
             let now = Instant::now();
             let asked = *under_way.asked.get_or_insert(now);
             if now.duration_since(asked) < QUERY_INTERVAL {
@@ -263,7 +328,7 @@ impl Launcher<CudaDevice> for CudaLauncher {
             }
             under_way.asked = Some(now);
             // SAFETY: the stream is ours.
-            let idle = unsafe { self.context.enter()?.is_idle(self.stream) }?;
+            let idle = unsafe { self.context.enter()?.is_idle(stream) }?;
             if !idle || !is_done(&self.words) {
                 return Ok(None);
             }
@@ -281,24 +346,35 @@ impl Launcher<CudaDevice> for CudaLauncher {
 
     fn check(&mut self) -> Result<(), DeviceFault> {
         // SAFETY: the stream is ours.
-        unsafe { self.context.enter()?.is_idle(self.stream) }?;
+        unsafe { self.context.enter()?.is_idle(self.streams.unordered()) }?;
         Ok(())
     }
 }
 
 impl Drop for CudaLauncher {
     fn drop(&mut self) {
-        let idle = || {
-            // SAFETY: the stream is ours.
-            self.context.enter().and_then(|current| unsafe { current.is_idle(self.stream) })
+        let all_idle = || {
+            let current = self.context.enter()?;
+            self.streams.0.iter().try_fold(true, |idle, stream| {
+                // SAFETY: the stream is ours.
+                Ok(idle && unsafe { current.is_idle(*stream) }?)
+            })
         };
-        if self.context.faulted() || idle() != Ok(true) {
+        if self.context.faulted() || all_idle() != Ok::<bool, DriverError>(true) {
             self.words.abandon();
             return;
         }
-        // SAFETY: the stream is ours, and this is its end.
-        self.context.give_back(|current| unsafe { current.destroy_stream(self.stream) });
+        for stream in self.streams.0 {
+            // SAFETY: the stream is ours, and this is its end.
+            self.context.give_back(|current| unsafe { current.destroy_stream(stream) });
+        }
     }
+}
+
+/// A stream's write of a word.
+fn write((address, value): (u64, u64)) -> StreamMemOp {
+    let operation = sys::STREAM_MEM_OP_WRITE_VALUE_64;
+    StreamMemOp { operation, address, value, ..StreamMemOp::default() }
 }
 
 fn slot_of(ticket: u64) -> usize {

@@ -206,7 +206,8 @@ impl ProbedContext {
         let page = SealedMemory::create("statecopy-probe", PAGE_BYTES)?.map()?;
         let current = self.context.enter()?;
         let stream = current.create_stream()?;
-        current.register(&page)?;
+        // SAFETY: the page is unregistered below, or stays for ever.
+        unsafe { current.register(page.base(), page.len()) }?;
         let tried = try_on(current, stream, &page, patience, held);
         // Whatever waits is let go, or the driver would keep stream and page for ever.
         store(&page, AWAITED, 1);
@@ -215,7 +216,7 @@ impl ProbedContext {
         if idle {
             // SAFETY: the stream was created above, is idle, and is used no more.
             unsafe { current.destroy_stream(stream) }?;
-            current.unregister(&page)?;
+            current.unregister(page.base())?;
         } else {
             // The device may still write the page, and giving the context back could take for ever.
             mem::forget(page);
@@ -232,8 +233,8 @@ fn try_on(
     patience: Duration,
     held: Duration,
 ) -> Result<(), StreamOperationsError> {
-    let written = current.device_address(page, WRITTEN)?;
-    let awaited = current.device_address(page, AWAITED)?;
+    let start = current.device_address(page.base())?;
+    let (written, awaited) = (start + WRITTEN, start + AWAITED);
     // SAFETY: the word lies in a page that is registered, and that stays until the stream is idle.
     unsafe { current.write_word(stream, written, 1) }?;
     if !within(patience, || load(page, WRITTEN) == 1) {
@@ -279,37 +280,8 @@ fn store(page: &Mapping, word: u64, value: u64) {
     word.store(value, Ordering::Release);
 }
 
-/// Host memory that the device reaches, and waiting for a word of it.
+/// Waiting for a word.
 impl Current<'_> {
-    fn register(self, page: &Mapping) -> Result<(), DriverError> {
-        // SAFETY: the mapping is of that size, and lives until it is unregistered, or for ever.
-        let status = unsafe {
-            (self.functions().mem_host_register)(
-                page.base().cast(),
-                page.len(),
-                sys::MEMHOSTREGISTER_MAPPED,
-            )
-        };
-        self.check("cuMemHostRegister", status)
-    }
-
-    fn unregister(self, page: &Mapping) -> Result<(), DriverError> {
-        // SAFETY: what is not registered is an error of the driver's.
-        let status = unsafe { (self.functions().mem_host_unregister)(page.base().cast()) };
-        self.check("cuMemHostUnregister", status)
-    }
-
-    /// Where the device finds a word of registered memory.
-    fn device_address(self, page: &Mapping, offset: u64) -> Result<DevicePointer, DriverError> {
-        let mut start: DevicePointer = 0;
-        // SAFETY: the driver writes one address; memory that is not registered is an error of its.
-        let status = unsafe {
-            (self.functions().mem_host_get_device_pointer)(&raw mut start, page.base().cast(), 0)
-        };
-        self.check("cuMemHostGetDevicePointer", status)?;
-        Ok(start + offset)
-    }
-
     /// The stream goes on when the word has reached the value.
     ///
     /// # Safety

@@ -90,7 +90,29 @@ pub(super) struct MemAccessDesc {
     pub(super) flags: c_int,
 }
 
+/// `CUstreamBatchMemOpParams`, as a wait or a write of 64 bits.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[repr(C)]
+pub(super) struct StreamMemOp {
+    /// [`STREAM_MEM_OP_WRITE_VALUE_64`].
+    pub(super) operation: c_int,
+    pub(super) padding: c_int,
+    pub(super) address: DevicePointer,
+    pub(super) value: u64,
+    pub(super) flags: c_uint,
+    pub(super) padding_of_flags: c_uint,
+    /// For the driver's own use.
+    pub(super) alias: DevicePointer,
+    /// The header's union has room for more.
+    pub(super) rest: u64,
+}
+
 const _: () = {
+    assert!(size_of::<StreamMemOp>() == 48 && align_of::<StreamMemOp>() == 8);
+    assert!(offset_of!(StreamMemOp, address) == 8);
+    assert!(offset_of!(StreamMemOp, value) == 16);
+    assert!(offset_of!(StreamMemOp, flags) == 24);
+    assert!(offset_of!(StreamMemOp, alias) == 32);
     assert!(size_of::<IpcMemHandle>() == 64);
     assert!(size_of::<FabricHandle>() == 64);
     assert!(size_of::<MemLocation>() == 8);
@@ -189,6 +211,8 @@ pub(super) const STREAM_NON_BLOCKING: c_uint = 1;
 pub(super) const STREAM_WRITE_VALUE_DEFAULT: c_uint = 0;
 /// `CU_STREAM_WAIT_VALUE_GEQ`.
 pub(super) const STREAM_WAIT_VALUE_GEQ: c_uint = 0;
+/// `CU_STREAM_MEM_OP_WRITE_VALUE_64`.
+pub(super) const STREAM_MEM_OP_WRITE_VALUE_64: c_int = 5;
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`.
 pub(super) const MEMHOSTREGISTER_MAPPED: c_uint = 3;
 /// `CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP`.
@@ -320,6 +344,7 @@ functions! {
     stream_is_capturing = "cuStreamIsCapturing"(stream: Stream, status: *mut c_int);
     stream_write_value_64 = "cuStreamWriteValue64_v2"(stream: Stream, address: DevicePointer, value: u64, flags: c_uint);
     stream_wait_value_64 = "cuStreamWaitValue64_v2"(stream: Stream, address: DevicePointer, value: u64, flags: c_uint);
+    stream_batch_mem_op = "cuStreamBatchMemOp_v2"(stream: Stream, count: c_uint, operations: *mut StreamMemOp, flags: c_uint);
 
     module_load_data = "cuModuleLoadData"(module: *mut Module, image: *const c_void);
     module_unload = "cuModuleUnload"(module: Module);

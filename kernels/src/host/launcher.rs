@@ -11,7 +11,7 @@ use super::memory::HostRegion;
 use super::rows::{Job, address};
 use super::stores::{ORDINARY, STREAM_REQUEST_BYTES_MIN, Stores};
 use crate::device::{
-    DeviceFault, Flags, Indices, Launch, Launcher, Moved, Region as _, Slice, Ticket,
+    DeviceFault, Flags, Indices, Launch, Launcher, Moved, Region as _, Signal, Slice, Ticket,
 };
 use crate::hooks;
 use crate::plan::Variant;
@@ -88,6 +88,19 @@ impl Launcher<HostDevice> for HostLauncher {
         // `HostCaches` checked the layers against their regions. All of it is borrowed from the launch until this returns.
         *outcome = Some(unsafe { self.crew.run(&job, kernel, launch.part.clone()) });
         self.issued += 1;
+        Ok(ticket)
+    }
+
+    fn launch_in_order(
+        &mut self,
+        launch: &Launch<'_, HostDevice>,
+        _stream: u32,
+        signal: Option<Signal<'_, HostDevice>>,
+    ) -> Result<Ticket, DeviceFault> {
+        let ticket = self.launch(launch)?;
+        if let Some(signal) = signal {
+            signal.words.write(signal.offset, signal.value);
+        }
         Ok(ticket)
     }
 

@@ -1,12 +1,15 @@
 //! Host memory: sealed memory files of workers, and scratch of the same kind.
 
 use std::error::Error as _;
+use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use statecopy_descriptors::{Mapping, MemoryError, SealedMemory};
 use statecopy_proto::{HandleKind, Refusal, RefusalCode};
 
 use crate::device::{AllocationId, Announced, Import, Piece, PieceHandle, Region};
+use crate::sync::Ordering;
 
 /// A sealed memory file, mapped whole. It stays mapped until the last holder lets go.
 #[derive(Debug)]
@@ -100,6 +103,27 @@ impl Region for HostRegion {
 
     fn allocation(&self) -> AllocationId {
         self.allocation
+    }
+}
+
+/// Words of shared memory.
+#[derive(Debug)]
+pub struct HostWords {
+    mapping: Arc<Mapping>,
+    range: Range<u64>,
+}
+
+impl HostWords {
+    pub(super) fn new(mapping: Arc<Mapping>, range: Range<u64>) -> Self {
+        Self { mapping, range }
+    }
+
+    /// Writes a word, after everything that this thread and its helpers wrote.
+    pub(super) fn write(&self, offset: u64, value: u64) {
+        let inside = self.range.start <= offset && offset < self.range.end;
+        let word = self.mapping.atomic_u64(offset).ok().filter(|_| inside);
+        // SYNC: with whoever waits for the word, in whatever process.
+        word.expect("a signal is a word that is shared").store(value, Ordering::Release);
     }
 }
 

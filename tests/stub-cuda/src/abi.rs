@@ -117,6 +117,27 @@ pub(crate) struct CUmemAccessDesc {
     pub(crate) flags: u32,
 }
 
+/// A wait or a write of a stream.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct CUstreamBatchMemOpParams {
+    /// [`OPERATION_WAIT_64`] or [`OPERATION_WRITE_64`].
+    pub(crate) operation: u32,
+    padding: u32,
+    pub(crate) address: CUdeviceptr,
+    pub(crate) value: u64,
+    pub(crate) flags: u32,
+    padding_of_flags: u32,
+    alias: u64,
+    rest: u64,
+}
+
+/// `CU_STREAM_MEM_OP_WAIT_VALUE_64`.
+pub(crate) const OPERATION_WAIT_64: u32 = 4;
+/// `CU_STREAM_MEM_OP_WRITE_VALUE_64`.
+pub(crate) const OPERATION_WRITE_64: u32 = 5;
+
+const _: () = assert!(size_of::<CUstreamBatchMemOpParams>() == 48);
 const _: () = assert!(size_of::<CUmemAllocationProp>() == 32);
 const _: () = assert!(size_of::<CUmemAccessDesc>() == 12);
 

@@ -13,7 +13,10 @@ use std::ptr::NonNull;
 
 use statecopy_kernels::cuda::arguments::Arguments;
 
-use crate::abi::{CUipcMemHandle, CUmemAccessDesc, CUmemAllocationProp, CUresult, HANDLE_BYTES};
+use crate::abi::{
+    CUipcMemHandle, CUmemAccessDesc, CUmemAllocationProp, CUresult, CUstreamBatchMemOpParams,
+    HANDLE_BYTES,
+};
 use crate::process::Answer;
 
 /// A pointer that a caller gave to be written to. Nobody but a caller in C makes one.
@@ -69,6 +72,7 @@ impl Plain for u64 {}
 impl Plain for [u8; HANDLE_BYTES] {}
 impl Plain for CUmemAllocationProp {}
 impl Plain for CUmemAccessDesc {}
+impl Plain for CUstreamBatchMemOpParams {}
 impl Plain for Arguments {}
 impl<T> Plain for In<T> {}
 

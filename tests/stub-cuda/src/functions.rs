@@ -109,6 +109,7 @@ functions! {
     cuStreamIsCapturing: Context;
     cuStreamWriteValue64_v2: Context;
     cuStreamWaitValue64_v2: Context;
+    cuStreamBatchMemOp_v2: Context;
     cuModuleLoadData: Context, allocates;
     cuModuleUnload: Context;
     cuModuleGetFunction: Context;

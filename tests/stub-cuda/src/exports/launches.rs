@@ -5,10 +5,12 @@ use std::ffi::{c_char, c_void};
 use statecopy_kernels::cuda::arguments::Arguments;
 
 use super::{In, Out, exported};
-use crate::abi::{CUdeviceptr, CUresult, Opaque};
+use crate::abi::{
+    CUdeviceptr, CUresult, CUstreamBatchMemOpParams, OPERATION_WAIT_64, OPERATION_WRITE_64, Opaque,
+};
 use crate::compiler;
 use crate::kernels::Launch;
-use crate::process::Answer;
+use crate::process::{Answer, Process};
 use crate::streams::{Stream, Work};
 use crate::trace::Object;
 
@@ -23,6 +25,31 @@ fn check_grid(grid: [u32; 3], block: [u32; 3]) -> Answer {
     let threads = block.iter().try_fold(1_u32, |all, each| all.checked_mul(*each));
     let block_fits = threads.is_some_and(|threads| (1..=THREADS_MAX).contains(&threads));
     if grid_fits && block_fits { Ok(()) } else { Err(CUresult::INVALID_VALUE) }
+}
+
+/// The most operations of one batch.
+const OPERATIONS_MAX: u32 = 256;
+
+/// Refuses a word that the device may not reach.
+fn check_word(process: &Process, address: CUdeviceptr, write: bool) -> Answer {
+    let reached = process.memory().allows(address, 8, write) && address.is_multiple_of(8);
+    if reached { Ok(()) } else { Err(CUresult::INVALID_VALUE) }
+}
+
+/// What a stream does for an operation of a batch.
+fn work_of(process: &Process, operation: &CUstreamBatchMemOpParams) -> Answer<Work> {
+    let CUstreamBatchMemOpParams { operation, address: at, value, flags, .. } = *operation;
+    match operation {
+        OPERATION_WAIT_64 => {
+            check_word(process, at, false)?;
+            Ok(Work::Wait { at, value, flags })
+        }
+        OPERATION_WRITE_64 => {
+            check_word(process, at, true)?;
+            Ok(Work::Write { at, value })
+        }
+        _ => Err(CUresult::INVALID_VALUE),
+    }
 }
 
 exported! {
@@ -70,18 +97,30 @@ exported! {
     };
     cuStreamWriteValue64_v2(stream: Opaque, address: CUdeviceptr, value: u64, _flags: u32) |process| {
         let stream = process.stream(stream)?;
-        if !process.memory().allows(address, 8, true) || !address.is_multiple_of(8) {
-            return Err(CUresult::INVALID_VALUE);
-        }
+        check_word(process, address, true)?;
         stream.push(Work::Write { at: address, value });
         Ok(())
     };
     cuStreamWaitValue64_v2(stream: Opaque, address: CUdeviceptr, value: u64, flags: u32) |process| {
         let stream = process.stream(stream)?;
-        if !process.memory().allows(address, 8, false) || !address.is_multiple_of(8) {
+        check_word(process, address, false)?;
+        stream.push(Work::Wait { at: address, value, flags });
+        Ok(())
+    };
+    cuStreamBatchMemOp_v2(
+        stream: Opaque,
+        count: u32,
+        operations: In<CUstreamBatchMemOpParams>,
+        flags: u32,
+    ) |process| {
+        let stream = process.stream(stream)?;
+        if flags != 0 || !(1..=OPERATIONS_MAX).contains(&count) {
             return Err(CUresult::INVALID_VALUE);
         }
-        stream.push(Work::Wait { at: address, value, flags });
+        let operations = operations.all(count as usize)?;
+        let works: Answer<Vec<Work>> =
+            operations.iter().map(|operation| work_of(process, operation)).collect();
+        works?.into_iter().for_each(|work| stream.push(work));
         Ok(())
     };
     cuModuleLoadData(module: Out<Opaque>, image: In<u8>) |process| {
