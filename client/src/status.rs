@@ -15,6 +15,17 @@ pub struct Status {
     http_address: String,
     devices: Vec<Device>,
     sessions: Vec<Session>,
+    findings: Vec<Finding>,
+}
+
+#[derive(Debug, Serialize)]
+struct Finding {
+    severity: String,
+    check: String,
+    device_uuid: String,
+    evidence: String,
+    meaning: String,
+    remedy: String,
 }
 
 #[derive(Debug, Serialize)]
@@ -131,7 +142,15 @@ impl From<&v1::InspectReply> for Status {
             http_address: reply.http_address.clone(),
             devices: reply.devices.iter().map(Device::from).collect(),
             sessions: reply.sessions.iter().map(Session::from).collect(),
+            findings: reply.findings.iter().map(Finding::from).collect(),
         }
+    }
+}
+
+impl From<&v1::Finding> for Finding {
+    fn from(found: &v1::Finding) -> Self {
+        let v1::Finding { severity, check, device_uuid, evidence, meaning, remedy } = found.clone();
+        Self { severity, check, device_uuid, evidence, meaning, remedy }
     }
 }
 

@@ -135,6 +135,9 @@ settings! {
         driver_library: PathBuf = PathBuf::from(DRIVER_LIBRARY);
         /// Directory of NVRTC, which compiles what no store has. Unset: where the loader searches.
         nvrtc_directory: Option<PathBuf> = None;
+        /// How long one step of a device process's start may take in the driver before it counts as hanging, in milliseconds:
+        /// the process is then killed and started again.
+        driver_timeout_ms: u32 = 20_000;
     }
 }
 

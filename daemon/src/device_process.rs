@@ -101,7 +101,12 @@ pub fn run() -> Result<(), DeviceProcessError> {
     match start.settings.device {
         DeviceName::Host => run_device(&link, id, start, open_host),
         DeviceName::Cuda(selector) => {
-            run_device(&link, id, start, |settings, guard| cuda::open(selector, settings, guard))
+            let teller = Arc::clone(&link);
+            // Where the link fails, the answer to the start finds it too.
+            let tell = |event| drop(reply(&teller, id, Reply::Told(event)));
+            run_device(&link, id, start, |settings, guard| {
+                cuda::open(selector, settings, guard, &tell)
+            })
         }
     }
 }

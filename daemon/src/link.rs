@@ -13,6 +13,7 @@ use std::time::Duration;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use statecopy_descriptors::{ChannelError, MESSAGE_BYTES_MAX};
+use statecopy_kernels::findings::told::Event;
 use statecopy_kernels::layout::{AXES, CacheLayout, LayoutError, Placement};
 use statecopy_proto::{
     BindingId, DataType, PlanKind, Refusal, RefusalCode, RegionId, SessionId, SignatureHash,
@@ -118,6 +119,8 @@ pub enum Request {
 /// What the device process answers.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Reply {
+    /// What it is about to do, or saw, before it is ready.
+    Told(Event),
     /// It serves.
     Ready {
         /// What the device says of itself.

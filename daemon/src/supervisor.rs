@@ -33,7 +33,7 @@ use rustix::process::{Resource, getrlimit};
 use statecopy_descriptors::Listener;
 use statecopy_proto::{Incarnation, Refusal};
 use tokio::net::{TcpListener, UnixListener};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Server;
@@ -43,8 +43,10 @@ use self::control::{Control, Parts};
 use self::device::DeviceHandle;
 use self::runtime_directory::RuntimeDirectory;
 use self::sessions::DescriptorRoom;
+use self::telemetry::http::Front;
 use self::telemetry::metrics::Metrics;
 use crate::config::{ConfigError, DeviceName, DeviceSettings, HttpAddress, SelfProgram, Settings};
+use crate::machine::{self, Found};
 
 pub use self::runtime_directory::RuntimeDirectoryError;
 pub(crate) use self::telemetry::logging;
@@ -134,6 +136,9 @@ pub(crate) type Signals = mpsc::Receiver<&'static str>;
 /// A device that serves, and the task behind its handle.
 pub(crate) type StartedDevice = (DeviceHandle, JoinHandle<()>);
 
+/// Where a device that is being started shows why that takes so long.
+pub(crate) type Waiting = watch::Sender<Arc<Found>>;
+
 /// Serves until it is drained. `program` are the arguments with which this executable becomes a device process.
 ///
 /// # Errors
@@ -143,8 +148,9 @@ pub(crate) async fn run(
     program: SelfProgram,
     signals: Signals,
 ) -> Result<Outcome, SupervisorError> {
-    let start =
-        |settings, incarnation, lock| keeper::start(settings, incarnation, lock, program.clone());
+    let start = |settings, incarnation, lock, waiting| {
+        keeper::start(settings, incarnation, lock, program.clone(), waiting)
+    };
     serve(settings, start, signals).await
 }
 
@@ -154,7 +160,7 @@ pub(crate) async fn run(
 /// [`SupervisorError`]; whatever was made is taken away.
 pub(crate) async fn serve<F>(
     settings: Settings,
-    start: impl Fn(DeviceSettings, Incarnation, Arc<OwnedFd>) -> F,
+    start: impl Fn(DeviceSettings, Incarnation, Arc<OwnedFd>, Waiting) -> F,
     mut signals: Signals,
 ) -> Result<Outcome, SupervisorError>
 where
@@ -178,7 +184,7 @@ where
 async fn serve_in<F>(
     directory: &mut RuntimeDirectory,
     settings: Settings,
-    start: impl Fn(DeviceSettings, Incarnation, Arc<OwnedFd>) -> F,
+    start: impl Fn(DeviceSettings, Incarnation, Arc<OwnedFd>, Waiting) -> F,
     keepers: &mut Vec<JoinHandle<()>>,
     signals: &mut Signals,
 ) -> Result<Outcome, SupervisorError>
@@ -189,10 +195,27 @@ where
     random::fill(&mut bytes).map_err(system("get random bytes"))?;
     let incarnation = Incarnation::new(bytes);
     // Bound before a device is touched: what cannot be served is known at once. Whoever connects meanwhile waits.
-    let bound = Bound::bind(&settings, directory).await?;
+    let mut bound = Bound::bind(&settings, directory).await?;
+    let host = machine::host();
+    host.iter().for_each(machine::log);
+    let (waiting, _) = watch::channel(Arc::<Found>::default());
+    let front = Arc::new(
+        Front::new(&host, waiting.subscribe())
+            .map_err(|error| system("declare the metrics")(io::Error::other(error)))?,
+    );
+    let mut servers = Servers::new();
+    if let Some(listener) = bound.http.take() {
+        let front = Arc::clone(&front);
+        servers.spawn(async move {
+            telemetry::http::serve(listener, front)
+                .await
+                .map_err(|error| ended("HTTP server", &error))
+        });
+    }
     let mut devices: Vec<DeviceHandle> = Vec::with_capacity(settings.devices.len());
     for name in &settings.devices {
-        let starting = start(settings.device(*name), incarnation, directory.lock());
+        let starting =
+            start(settings.device(*name), incarnation, directory.lock(), waiting.clone());
         let (device, keeper) = tokio::select! {
             started = starting => started
                 .map_err(|source| SupervisorError::Device { device: *name, source })?,
@@ -206,7 +229,7 @@ where
         devices.push(device);
         keepers.push(keeper);
     }
-    let metrics = Metrics::new(&devices)
+    let metrics = Metrics::new(&devices, &host)
         .map_err(|error| system("declare the metrics")(io::Error::other(error)))?;
     let control = Arc::new(Control::new(Parts {
         incarnation,
@@ -216,8 +239,11 @@ where
         descriptors: descriptor_room().map_err(system("count open files"))?,
         descriptor_socket: directory.descriptor_socket(),
         http_address: bound.http_address.clone(),
+        findings: host,
+        stopped: front.stopped.clone(),
         settings,
     }));
+    front.open(&control);
     tracing::info!(
         control = %directory.control_socket().display(),
         descriptors = %directory.descriptor_socket().display(),
@@ -227,7 +253,7 @@ where
         version = env!("CARGO_PKG_VERSION"),
         "serving"
     );
-    let servers = start_tasks(&control, bound)?;
+    start_tasks(&control, bound, &mut servers)?;
     let outcome = supervise(&control, servers, signals).await;
     control.stopped.cancel();
     outcome
@@ -277,7 +303,11 @@ impl Bound {
 type Servers = JoinSet<Result<(), SupervisorError>>;
 
 /// Starts every task of the supervisor.
-fn start_tasks(control: &Arc<Control>, bound: Bound) -> Result<Servers, SupervisorError> {
+fn start_tasks(
+    control: &Arc<Control>,
+    bound: Bound,
+    servers: &mut Servers,
+) -> Result<(), SupervisorError> {
     let reporter = HealthReporter::new();
     let health = tonic_health::pb::health_server::HealthServer::new(
         HealthService::from_health_reporter(reporter.clone()),
@@ -293,7 +323,6 @@ fn start_tasks(control: &Arc<Control>, bound: Bound) -> Result<Servers, Supervis
     for device in &control.devices {
         tasks.spawn(readiness::watch_device(Arc::clone(control), device.clone()));
     }
-    let mut servers = JoinSet::new();
     let stopped = control.stopped.clone();
     servers.spawn(async move {
         Server::builder()
@@ -306,15 +335,7 @@ fn start_tasks(control: &Arc<Control>, bound: Bound) -> Result<Servers, Supervis
             .await
             .map_err(|error| ended("gRPC server", &error))
     });
-    if let Some(listener) = bound.http {
-        let control = Arc::clone(control);
-        servers.spawn(async move {
-            telemetry::http::serve(listener, control)
-                .await
-                .map_err(|error| ended("HTTP server", &error))
-        });
-    }
-    Ok(servers)
+    Ok(())
 }
 
 /// Waits for a reason to end, and ends.

@@ -14,23 +14,6 @@ use serde::Serialize;
 pub use self::device::Machine;
 pub use self::driver::{Circumstances, judge};
 
-/// Every check that may have a finding about the driver or a GPU.
-pub const CHECKS: [&str; 13] = [
-    "driver_answers",
-    "driver",
-    "nvrtc",
-    "devices",
-    "device",
-    "mig",
-    "compute_mode",
-    "sharing",
-    "connections",
-    "context",
-    "memory",
-    "stream_operations",
-    "copies",
-];
-
 /// How many hardware connections a context has: what the driver reads of the environment.
 pub const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 /// What a device process has there: a stream that waits holds one, so as many as there can be.
@@ -51,9 +34,6 @@ pub enum Severity {
 }
 
 impl Severity {
-    /// All of them, the worst first.
-    pub const ALL: [Self; 4] = [Self::Problem, Self::Warning, Self::Note, Self::Ok];
-
     /// Its name in JSON, on the wire and in metrics.
     #[must_use]
     pub fn label(self) -> &'static str {

@@ -42,6 +42,7 @@ fn text(reply: &v1::InspectReply) -> String {
     for device in &reply.devices {
         text.push_str(&device_text(device));
     }
+    section(&mut text, "Findings of the start", &findings(reply));
     section(&mut text, "Sessions", &sessions(reply));
     section(&mut text, "Regions", &regions(reply));
     section(&mut text, "Layers", &layers(reply));
@@ -79,6 +80,15 @@ fn device_text(status: &v1::DeviceStatus) -> String {
     }
     section(&mut text, "Counters that are not 0", &counters);
     text
+}
+
+fn findings(reply: &v1::InspectReply) -> Table {
+    let mut table = Table::new(["SEVERITY", "CHECK", "DEVICE", "EVIDENCE"]);
+    for found in &reply.findings {
+        let v1::Finding { severity, check, device_uuid, evidence, .. } = found.clone();
+        table.row([severity, check, device_uuid, evidence]);
+    }
+    table
 }
 
 fn plans(plans: &[v1::PlanStatus]) -> Table {

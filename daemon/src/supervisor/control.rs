@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use statecopy_kernels::findings::Finding;
 use statecopy_proto::{Incarnation, Refusal, RefusalCode, SessionId, v1};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
@@ -44,6 +45,8 @@ pub(crate) struct Control {
     pub(crate) descriptor_socket: PathBuf,
     /// Where HTTP is served, or empty.
     pub(crate) http_address: String,
+    /// What was found of the host.
+    pub(crate) findings: Vec<Finding>,
     requests: Arc<Semaphore>,
     started: Instant,
     bad_request_lines: Mutex<TokenBucket>,
@@ -61,6 +64,8 @@ pub(crate) struct Parts {
     pub(crate) descriptors: DescriptorRoom,
     pub(crate) descriptor_socket: PathBuf,
     pub(crate) http_address: String,
+    pub(crate) findings: Vec<Finding>,
+    pub(crate) stopped: CancellationToken,
 }
 
 impl Control {
@@ -79,7 +84,8 @@ impl Control {
             draining: CancellationToken::new(),
             failed: CancellationToken::new(),
             readiness: Notify::new(),
-            stopped: CancellationToken::new(),
+            stopped: parts.stopped,
+            findings: parts.findings,
             descriptor_socket: parts.descriptor_socket,
             http_address: parts.http_address,
             requests: Arc::new(Semaphore::new(settings.limits.requests_pending_max as usize)),

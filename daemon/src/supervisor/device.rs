@@ -16,6 +16,7 @@ use statecopy_proto::{
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::counters::Counters;
+use crate::machine::Found;
 use crate::record::{
     DeviceInspection, Progress, PublishedBinding, RebindRecord, RegionRecord, RegistrationRecord,
     RingRecord,
@@ -34,6 +35,8 @@ pub struct DeviceState {
     pub failed: bool,
     /// What the one that served last takes of the device.
     pub footprint: Footprint,
+    /// What was found of the machine when it was started.
+    pub found: Arc<Found>,
 }
 
 /// Where a copy's indices are.

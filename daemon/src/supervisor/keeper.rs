@@ -16,13 +16,16 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use statecopy_kernels::device::DeviceDescription;
 use statecopy_proto::{Incarnation, Refusal, RefusalCode, SessionId};
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tracing::{error, info, warn};
 
 use crate::config::{DeviceSettings, SelfProgram};
 use crate::counters::Counters;
 use crate::link::{LinkError, Reply, Request};
+use crate::machine::Found;
 
 use super::device::{Command, DeviceChannels, DeviceHandle, DeviceState};
 use calls::{Call, Outcome, Replayed};
@@ -55,17 +58,18 @@ pub async fn start(
     incarnation: Incarnation,
     lock: Arc<OwnedFd>,
     program: SelfProgram,
+    waiting: watch::Sender<Arc<Found>>,
 ) -> Result<(DeviceHandle, JoinHandle<()>), Refusal> {
     let (memory, counters) = Counters::create()
         .map_err(|error| Refusal::new(RefusalCode::PrepareFailed, error.to_string()))?;
     let setup = Setup { settings, counters: memory, lock, incarnation };
     let spawner = Spawner::new(program).map_err(|error| error.to_refusal())?;
-    let (process, description) =
-        DeviceProcess::start(&spawner, &setup).await.map_err(|error| error.to_refusal())?;
+    let (process, description) = first(&spawner, &setup, &waiting).await?;
     let state = DeviceState {
         pid: process.pid,
         ready: true,
         footprint: process.footprint,
+        found: Arc::clone(&process.found),
         ..DeviceState::default()
     };
     let (handle, channels) = DeviceHandle::new(Arc::new(description), Arc::new(counters), state);
@@ -80,6 +84,35 @@ pub async fn start(
         ending: None,
     };
     Ok((handle, tokio::spawn(keeper.run(process))))
+}
+
+/// The first device process. One whose driver does not answer is no refusal: whoever is in the way may go, so the next one is
+/// tried, as after a death. `waiting` shows meanwhile what was found.
+async fn first(
+    spawner: &Spawner,
+    setup: &Setup,
+    waiting: &watch::Sender<Arc<Found>>,
+) -> Result<(DeviceProcess, DeviceDescription), Refusal> {
+    let mut restarts = Restarts::default();
+    let mut earlier = Arc::<Found>::default();
+    loop {
+        let error = match DeviceProcess::start(spawner, setup).await {
+            Ok((process, description)) => {
+                process.found.log_beside(&earlier);
+                waiting.send_replace(Arc::default());
+                return Ok((process, description));
+            }
+            Err(error) => error,
+        };
+        let StartError::Silent { found, .. } = &error else { return Err(error.to_refusal()) };
+        found.log_beside(&earlier);
+        earlier = Arc::clone(found);
+        waiting.send_replace(Arc::clone(found));
+        match restarts.died(Instant::now()) {
+            Decision::StartAfter(pause) => tokio::time::sleep(pause).await,
+            Decision::GiveUp => return Err(error.to_refusal()),
+        }
+    }
 }
 
 struct Keeper {
@@ -303,12 +336,14 @@ impl Keeper {
                 Some(Ok(process)) => {
                     self.channels.process.send_replace(Some(process.pidfd()));
                     self.channels.state.send_modify(|state| {
+                        process.found.log_beside(&state.found);
                         *state = DeviceState {
                             pid: process.pid,
                             ready: true,
                             restarts: state.restarts + 1,
                             failed: false,
                             footprint: process.footprint,
+                            found: Arc::clone(&process.found),
                         };
                     });
                     info!(pid = process.pid, "The device process was started again");

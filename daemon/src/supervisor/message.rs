@@ -1,9 +1,13 @@
 //! Messages of the control wire, made from what the supervisor knows.
 
+use std::sync::Arc;
+
 use statecopy_kernels::device::{DeviceDescription, Moved};
+use statecopy_kernels::findings::Finding;
 use statecopy_kernels::layout::CacheLayout;
 use statecopy_proto::{Incarnation, v1};
 
+use super::control::Control;
 use super::device::{DeviceHandle, DeviceState};
 use super::sessions::{EndReason, HeldRegion, Publication, PublishedLayer};
 use crate::config::Limits;
@@ -145,6 +149,27 @@ pub(crate) fn device_status(device: &DeviceHandle, plans: &[PlanInspection]) -> 
             words_bytes: state.footprint.words,
         }),
     }
+}
+
+/// What was found of the host and of each device, the worst first.
+pub(crate) fn findings(control: &Control) -> Vec<v1::Finding> {
+    let host = control.findings.iter().map(|found| (String::new(), found.clone()));
+    let devices = control.devices.iter().flat_map(|device| {
+        let uuid = device.description().uuid.to_string();
+        let found = Arc::clone(&device.state().borrow().found);
+        found.findings.iter().map(|found| (uuid.clone(), found.clone())).collect::<Vec<_>>()
+    });
+    let mut all: Vec<_> = host.chain(devices).collect();
+    all.sort_by_key(|(_, finding)| finding.severity);
+    let message = |(device_uuid, found): (String, Finding)| v1::Finding {
+        severity: found.severity.label().to_owned(),
+        check: found.check.to_owned(),
+        device_uuid,
+        evidence: found.evidence,
+        meaning: found.meaning,
+        remedy: found.remedy,
+    };
+    all.into_iter().map(message).collect()
 }
 
 fn plan_status(plan: &PlanInspection) -> v1::PlanStatus {

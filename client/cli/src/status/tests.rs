@@ -57,6 +57,12 @@ fn reply() -> v1::InspectReply {
         ready: true,
         devices: vec![device],
         sessions: vec![session],
+        findings: vec![v1::Finding {
+            severity: "note".into(),
+            check: "sharing".into(),
+            evidence: "Time slices\x1b".into(),
+            ..Default::default()
+        }],
         ..Default::default()
     }
 }
@@ -72,6 +78,8 @@ fn the_tables_show_sessions_regions_layers_plans_and_counters() {
         "cuda_vmm  1.00 GiB      52",
         "Takes for itself: context 512.00 MiB, tables 8.00 MiB, words 0 B",
         "layers.0",
+        "note      sharing",
+        r"Time slices\u{1b}",
         "statecopy_copies_total",
     ] {
         assert!(text.contains(shown), "{shown} is missing in:\n{text}");
@@ -109,6 +117,7 @@ fn the_json_has_names_in_place_of_numbers() {
     assert_eq!(plan["dtype"], "float32");
     assert_eq!(plan["variants"][0]["launches"], 1_234);
     assert_eq!(status["devices"][0]["counters"][1]["value"], 0);
+    assert_eq!(status["findings"][0]["check"], "sharing");
     let session = &status["sessions"][0];
     assert_eq!(session["regions"][0]["kind"], "cuda_vmm");
     assert_eq!(session["regions"][0]["pieces"], 52);

@@ -160,7 +160,9 @@ impl Call {
             }
             Reply::DeviceFailed { reason } => Err(LinkError::DeviceFailed(reason)),
             Reply::RingBroken { .. } => Err(LinkError::OutOfTurn("news as an answer")),
-            Reply::Ready { .. } => Err(LinkError::OutOfTurn("it was ready before")),
+            Reply::Ready { .. } | Reply::Told(_) => {
+                Err(LinkError::OutOfTurn("it was ready before"))
+            }
         }
     }
 

@@ -13,6 +13,7 @@ use statecopy_descriptors::{
     pidfd_open,
 };
 use statecopy_kernels::device::{DeviceDescription, Footprint};
+use statecopy_kernels::findings::told::{Ending, Event};
 use statecopy_proto::{Incarnation, Refusal, RefusalCode, SessionId};
 use statecopy_session::{
     Identity, LayoutError, Parameters, SessionMemory, SessionMemoryError, Submitter,
@@ -21,11 +22,16 @@ use tokio::sync::oneshot;
 
 use crate::config::{DeviceName, DeviceSettings, SelfProgram};
 use crate::link::{self, LinkError, Reply, Request};
+use crate::machine::{self, Found};
 
 use super::records::Message;
 
 /// How long a device process may take until it serves.
 const START_MAX: Duration = Duration::from_secs(60);
+/// How long a killed one may take to be gone.
+const KILLED_MAX: Duration = Duration::from_secs(5);
+/// What it may tell before it serves: about fifteen events.
+const EVENTS_MAX: usize = 64;
 /// How long it may leave a message of the link unread.
 const SEND_MAX: Duration = Duration::from_secs(20);
 
@@ -54,6 +60,14 @@ pub(super) enum StartError {
     /// It did not serve in time.
     #[error("The device process did not serve within {START_MAX:?}")]
     TimedOut,
+    /// A call of its driver did not return, and it was killed.
+    #[error("{}", sentence(.found))]
+    Silent {
+        /// Killed, or stuck.
+        ending: Ending,
+        /// What it had told, and the cause as far as the machine shows it.
+        found: Arc<Found>,
+    },
     /// It refused to serve.
     #[error("{0}")]
     Refused(Refusal),
@@ -64,9 +78,18 @@ impl StartError {
     pub(super) fn to_refusal(&self) -> Refusal {
         match self {
             Self::Refused(refusal) => refusal.clone(),
+            Self::Silent { found, .. } => {
+                let remedy = found.findings.first().map_or("", |finding| &finding.remedy);
+                Refusal::new(RefusalCode::PrepareFailed, sentence(found)).remedied_by(remedy)
+            }
             other => Refusal::new(RefusalCode::PrepareFailed, describe(other)),
         }
     }
+}
+
+/// The worst that was found.
+fn sentence(found: &Found) -> &str {
+    found.findings.first().map_or("The driver does not answer", |finding| &finding.evidence)
 }
 
 fn describe(error: &dyn std::error::Error) -> String {
@@ -188,8 +211,22 @@ pub(super) struct DeviceProcess {
     pub(super) link: AsyncConnection,
     /// What it takes of the device.
     pub(super) footprint: Footprint,
+    /// What was found of the machine at its start.
+    pub(super) found: Arc<Found>,
     pidfd: Arc<OwnedFd>,
     next_id: u64,
+}
+
+impl Setup {
+    /// How long the process may be silent before it serves, where it calls a driver that may never return.
+    fn silence_max(&self) -> Option<Duration> {
+        match self.settings.device {
+            DeviceName::Host => None,
+            DeviceName::Cuda(_) => {
+                Some(Duration::from_millis(self.settings.cuda.driver_timeout_ms.into()))
+            }
+        }
+    }
 }
 
 impl DeviceProcess {
@@ -198,14 +235,40 @@ impl DeviceProcess {
         spawner: &Spawner,
         setup: &Setup,
     ) -> Result<(Self, DeviceDescription), StartError> {
-        tokio::time::timeout(START_MAX, Self::start_unbounded(spawner, setup))
-            .await
-            .map_err(|_| StartError::TimedOut)?
+        let silence = setup.silence_max();
+        let settings = setup.settings.clone();
+        // Beside the start, which takes longer.
+        let looking =
+            silence.map(|_| tokio::task::spawn_blocking(move || machine::look(&settings)));
+        let mut told = Vec::new();
+        let starting = Self::start_unbounded(spawner, setup, silence, &mut told);
+        let limit = START_MAX + silence.unwrap_or_default();
+        let started =
+            tokio::time::timeout(limit, starting).await.map_err(|_| StartError::TimedOut)?;
+        let Some(Ok(circumstances)) = (match looking {
+            Some(looking) => Some(looking.await),
+            None => None,
+        }) else {
+            return started;
+        };
+        match started {
+            Ok((mut process, description)) => {
+                process.found = Arc::new(Found::of(told, Ending::Lives, &circumstances));
+                Ok((process, description))
+            }
+            Err(StartError::Silent { ending, .. }) => {
+                let found = Arc::new(Found::of(told, ending.clone(), &circumstances));
+                Err(StartError::Silent { ending, found })
+            }
+            Err(error) => Err(error),
+        }
     }
 
     async fn start_unbounded(
         spawner: &Spawner,
         setup: &Setup,
+        silence: Option<Duration>,
+        told: &mut Vec<Event>,
     ) -> Result<(Self, DeviceDescription), StartError> {
         let rows = u32::try_from(setup.settings.selected_max).unwrap_or(u32::MAX);
         let parameters = Parameters::for_rows(setup.settings.slots, rows)?;
@@ -228,6 +291,7 @@ impl DeviceProcess {
             exit: child.exit,
             link: AsyncConnection::new(ours).map_err(LinkError::from)?,
             footprint: Footprint::default(),
+            found: Arc::default(),
             pidfd,
             next_id: 0,
         };
@@ -241,7 +305,7 @@ impl DeviceProcess {
         ];
         let request = Request::Start(setup.settings.clone());
         send(&process.link, id, &request, &descriptors).await?;
-        match receive(&process.link).await? {
+        match process.first_answer(silence, told).await? {
             (_, Reply::Ready { description, footprint }) => {
                 process.footprint = footprint.into();
                 let description = description.try_into()?;
@@ -250,6 +314,35 @@ impl DeviceProcess {
             }
             (_, Reply::Refused(refusal)) => Err(StartError::Refused(refusal.try_into()?)),
             _ => Err(LinkError::OutOfTurn("an answer before it was ready").into()),
+        }
+    }
+
+    /// The answer to the start. Before it comes what the process is about to do and saw; one that is silent for too long is
+    /// killed: a call of its driver does not return.
+    async fn first_answer(
+        &mut self,
+        silence: Option<Duration>,
+        told: &mut Vec<Event>,
+    ) -> Result<(u64, Reply), StartError> {
+        loop {
+            let next = receive(&self.link);
+            let answer = match silence {
+                None => next.await?,
+                Some(longest) => match tokio::time::timeout(longest, next).await {
+                    Ok(answer) => answer?,
+                    Err(_) => {
+                        self.kill();
+                        let gone = tokio::time::timeout(KILLED_MAX, &mut self.exit).await.is_ok();
+                        let ending =
+                            if gone { Ending::Killed(longest) } else { Ending::Stuck(longest) };
+                        return Err(StartError::Silent { ending, found: Arc::default() });
+                    }
+                },
+            };
+            match answer {
+                (_, Reply::Told(event)) if told.len() < EVENTS_MAX => told.push(event),
+                answer => return Ok(answer),
+            }
         }
     }
 

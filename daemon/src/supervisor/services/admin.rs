@@ -95,6 +95,7 @@ impl Services {
             http_address: control.http_address.clone(),
             devices,
             sessions,
+            findings: message::findings(control),
         }
     }
 }

@@ -159,8 +159,39 @@ pub(crate) const RINGS_BROKEN: Metric = counter(
     "Rings of workers whose words made no sense: their sessions were ended.",
 );
 
+pub(crate) const MACHINE_FINDING: Metric = gauge(
+    "statecopy_machine_finding",
+    Unit::Count,
+    "1 for what was found of the machine when the devices were started, by check and severity.",
+);
+pub(crate) const DEVICE_MACHINE: Metric = gauge(
+    "statecopy_device_machine_info",
+    Unit::Count,
+    "1, labelled with how the device is shared, its modes and the versions of driver and compiler.",
+);
+pub(crate) const DEVICE_MEMORY_FREE: Metric = gauge(
+    "statecopy_device_memory_free_at_start_bytes",
+    Unit::Bytes,
+    "Device memory that was free beside the context when the device's process was started.",
+);
+pub(crate) const DEVICE_CONNECTIONS: Metric = gauge(
+    "statecopy_device_connections",
+    Unit::Count,
+    "Hardware connections of the device process's context.",
+);
+pub(crate) const DEVICE_STREAM_OPERATIONS: Metric = gauge(
+    "statecopy_device_stream_operations",
+    Unit::Count,
+    "1 where memory operations of streams were tried at the start, and work.",
+);
+pub(crate) const DEVICE_ORDERED_COPY: Metric = gauge(
+    "statecopy_device_stream_ordered_copy_expected_seconds",
+    Unit::Seconds,
+    "What a stream-ordered copy of one state is expected to take, by what was measured on one H200.",
+);
+
 /// All of them.
-pub(crate) const METRICS: [Metric; 30] = [
+pub(crate) const METRICS: [Metric; 36] = [
     BUILD_INFO,
     UPTIME,
     READY,
@@ -191,4 +222,10 @@ pub(crate) const METRICS: [Metric; 30] = [
     ENTRIES,
     ENTRIES_WHILE_SERVING,
     RINGS_BROKEN,
+    MACHINE_FINDING,
+    DEVICE_MACHINE,
+    DEVICE_MEMORY_FREE,
+    DEVICE_CONNECTIONS,
+    DEVICE_STREAM_OPERATIONS,
+    DEVICE_ORDERED_COPY,
 ];

@@ -1,21 +1,28 @@
 //! The metrics and their handles. All are there, at zero, from the first scrape.
 
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use metrics::{Counter, Gauge, Histogram, Key, KeyName, Label, Level, Metadata, Recorder as _};
 use metrics_exporter_prometheus::{
     BuildError, Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder,
 };
+use statecopy_kernels::findings::Finding;
 use statecopy_proto::{Direction, RefusalCode};
 
 use super::declared::{self, Kind, METRICS, Metric};
 use crate::counters::Counter as DeviceCounter;
+use crate::machine::Found;
 use crate::supervisor::device::DeviceHandle;
 use crate::supervisor::services::Method;
 use crate::supervisor::sessions::{EndReason, Totals};
 
 /// The states of sessions in the table, as [`declared::SESSIONS`] labels them.
 const SESSION_STATES: [&str; 4] = ["attaching", "attached", "registering", "published"];
+
+/// What findings about no device are labelled with.
+const HOST: &str = "host";
 
 /// Every metric's handle.
 pub(crate) struct Metrics {
@@ -29,6 +36,8 @@ pub(crate) struct Metrics {
     log_lines_suppressed: Counter,
     gauges: Gauges,
     devices: Vec<DeviceMetrics>,
+    findings: Ones,
+    registry: Registry,
 }
 
 /// What is set at each scrape.
@@ -49,6 +58,12 @@ struct DeviceMetrics {
     up: Gauge,
     restarts: Counter,
     footprint: Footprint,
+    uuid: String,
+    machine: Ones,
+    memory_free: Gauge,
+    connections: Gauge,
+    stream_operations: Gauge,
+    ordered_copy: Gauge,
     counters: Vec<(DeviceCounter, Counter)>,
 }
 
@@ -79,7 +94,7 @@ impl Metrics {
     ///
     /// # Errors
     /// When a histogram has no buckets.
-    pub(crate) fn new(devices: &[DeviceHandle]) -> Result<Self, BuildError> {
+    pub(crate) fn new(devices: &[DeviceHandle], host: &[Finding]) -> Result<Self, BuildError> {
         let registry = Registry::new()?;
         let version = [("version", env!("CARGO_PKG_VERSION"))];
         registry.gauge(&declared::BUILD_INFO, &version).set(1.0);
@@ -87,7 +102,7 @@ impl Metrics {
         let counters = |metric: &Metric, name: &'static str, value: &'static str| {
             registry.counter(metric, &labelled(name, value))
         };
-        Ok(Self {
+        let metrics = Self {
             refusals: RefusalCode::ALL
                 .map(|code| (code, counters(&declared::REFUSALS, "code", code.label())))
                 .into(),
@@ -115,7 +130,11 @@ impl Metrics {
             gauges: Gauges::new(&registry),
             devices: devices.iter().map(|device| DeviceMetrics::new(&registry, device)).collect(),
             prometheus: registry.recorder.handle(),
-        })
+            findings: Ones::default(),
+            registry,
+        };
+        metrics.show(Some(HOST), host);
+        Ok(metrics)
     }
 
     /// A refusal was answered.
@@ -153,11 +172,25 @@ impl Metrics {
         self.log_lines_suppressed.increment(1);
     }
 
+    /// Shows what was found, of that device where one is named; what was found before, and no longer is, is 0.
+    pub(crate) fn show(&self, device: Option<&str>, findings: &[Finding]) {
+        let device = device.unwrap_or("starting");
+        let labels = findings.iter().map(|finding| {
+            vec![
+                ("device", device.to_owned()),
+                ("check", finding.check.to_owned()),
+                ("severity", finding.severity.label().to_owned()),
+            ]
+        });
+        self.findings.set(&self.registry, &declared::MACHINE_FINDING, device, labels);
+    }
+
     /// Everything in Prometheus' text format.
     pub(crate) fn render(&self, snapshot: &Snapshot) -> String {
         self.gauges.set(snapshot);
         for device in &self.devices {
-            device.read();
+            let found = device.read(&self.registry);
+            self.show(Some(&device.uuid), &found.findings);
         }
         self.prometheus.render()
     }
@@ -231,11 +264,18 @@ impl DeviceMetrics {
                 words: part("words"),
             },
             counters: counters.collect(),
+            machine: Ones::default(),
+            memory_free: registry.gauge(&declared::DEVICE_MEMORY_FREE, &labels),
+            connections: registry.gauge(&declared::DEVICE_CONNECTIONS, &labels),
+            stream_operations: registry.gauge(&declared::DEVICE_STREAM_OPERATIONS, &labels),
+            ordered_copy: registry.gauge(&declared::DEVICE_ORDERED_COPY, &labels),
+            uuid: uuid.clone(),
             device: device.clone(),
         }
     }
 
-    fn read(&self) {
+    /// What the process's start found is shown by whoever shows the host's too.
+    fn read(&self, registry: &Registry) -> Arc<Found> {
         let state = self.device.state().borrow().clone();
         self.up.set(f64::from(u8::from(state.ready)));
         self.restarts.absolute(state.restarts);
@@ -244,6 +284,52 @@ impl DeviceMetrics {
         self.footprint.words.set(float(state.footprint.words));
         for (from, to) in &self.counters {
             to.absolute(self.device.counters().get(*from));
+        }
+        let machine = &state.found.machine;
+        let label = |name: &'static str, value: &str| (name, value.to_owned());
+        let labels = vec![
+            label("device", &self.uuid),
+            label("sharing", machine.sharing),
+            label("compute_mode", machine.compute_mode),
+            label("mig", machine.mig),
+            label("driver", &machine.driver),
+            label("driver_release", &machine.driver_release),
+            label("nvrtc", &machine.nvrtc),
+        ];
+        self.machine.set(registry, &declared::DEVICE_MACHINE, &self.uuid, [labels].into_iter());
+        self.memory_free.set(float(machine.memory_free));
+        self.connections.set(f64::from(machine.connections));
+        self.stream_operations.set(f64::from(u8::from(machine.stream_operations)));
+        self.ordered_copy.set(float(machine.ordered_copy_ns) / 1e9);
+        state.found
+    }
+}
+
+/// The labels of one gauge.
+type Labels = Vec<(&'static str, String)>;
+
+/// Gauges of one metric that are 1 for what holds, and 0 for what held once. Their labels come from closed sets, or from a
+/// driver's version.
+#[derive(Default)]
+struct Ones(Mutex<BTreeMap<(String, Labels), Gauge>>);
+
+impl Ones {
+    fn set(
+        &self,
+        registry: &Registry,
+        metric: &Metric,
+        of: &str,
+        holding: impl Iterator<Item = Labels>,
+    ) {
+        let mut gauges = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        gauges.iter().filter(|((known, _), _)| known == of).for_each(|(_, gauge)| gauge.set(0.0));
+        for labels in holding {
+            let gauge = gauges.entry((of.to_owned(), labels.clone())).or_insert_with(|| {
+                let labels: Vec<_> =
+                    labels.iter().map(|(name, value)| (*name, value.as_str())).collect();
+                registry.gauge(metric, &labels)
+            });
+            gauge.set(1.0);
         }
     }
 }

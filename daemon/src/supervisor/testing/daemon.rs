@@ -73,7 +73,7 @@ impl TestDaemon {
         change(&mut settings);
         let mut device = scripted_device();
         let (handle, answering) = (device.handle.clone(), Mutex::new(Some(device.run())));
-        let start = move |_, _, _| {
+        let start = move |_, _, _, _| {
             let answering = answering.lock().unwrap().take().unwrap();
             std::future::ready(Ok((handle.clone(), tokio::spawn(answering))))
         };

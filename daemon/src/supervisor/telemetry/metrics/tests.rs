@@ -23,7 +23,8 @@ fn samples<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
 #[test]
 fn every_metric_is_emitted_from_the_first_scrape_and_documented() {
     let device = scripted_device();
-    let metrics = Metrics::new(std::slice::from_ref(&device.handle)).unwrap();
+    let metrics =
+        Metrics::new(std::slice::from_ref(&device.handle), &crate::machine::host()).unwrap();
     let text = metrics.render(&snapshot());
     for metric in METRICS {
         assert!(!samples(&text, metric.name).is_empty(), "{} is missing:\n{text}", metric.name);
@@ -53,7 +54,8 @@ fn every_counter_of_the_device_process_is_declared_and_exported() {
         assert!(METRICS.iter().any(|metric| metric.name == counter.name()), "{counter:?}");
     }
     let device = scripted_device();
-    let metrics = Metrics::new(std::slice::from_ref(&device.handle)).unwrap();
+    let metrics =
+        Metrics::new(std::slice::from_ref(&device.handle), &crate::machine::host()).unwrap();
     for (at, counter) in DeviceCounter::all().enumerate() {
         device.handle.counters().add(counter, at as u64 + 1);
     }
@@ -69,7 +71,8 @@ fn every_counter_of_the_device_process_is_declared_and_exported() {
 #[test]
 fn what_is_counted_is_shown() {
     let device = scripted_device();
-    let metrics = Metrics::new(std::slice::from_ref(&device.handle)).unwrap();
+    let metrics =
+        Metrics::new(std::slice::from_ref(&device.handle), &crate::machine::host()).unwrap();
     metrics.refused(RefusalCode::Overlap);
     metrics.called(Method::Ping, Duration::from_micros(200));
     metrics.copied(Direction::Gather, Duration::from_micros(40));
