@@ -11,7 +11,7 @@ use super::context::Current;
 use super::driver::DriverError;
 use super::sys::{
     self, AllocationHandle, DevicePointer, FabricHandle, Function, IpcMemHandle, MemAccessDesc,
-    MemAllocationProp, MemLocation, Module, Stream, StreamMemOp, pointer_attribute, status,
+    MemAllocationProp, MemLocation, Module, Stream, pointer_attribute, status,
 };
 
 type Result<T> = std::result::Result<T, DriverError>;
@@ -536,24 +536,6 @@ impl Current<'_> {
             )
         };
         self.check("cuStreamWriteValue64", status)
-    }
-
-    /// Lets the stream do these in their order, once everything before them is done. The driver may write what it needs into
-    /// them, and has copied them when this returns.
-    ///
-    /// # Safety
-    /// The stream lives, and their words are such that the device may read and write them until they are done.
-    pub(super) unsafe fn operate(
-        self,
-        stream: Stream,
-        operations: &mut [StreamMemOp],
-    ) -> Result<()> {
-        let count = u32::try_from(operations.len()).expect("a few operations");
-        // SAFETY: the caller's own promise, and a slice of so many.
-        let status = unsafe {
-            (self.functions().stream_batch_mem_op)(stream, count, operations.as_mut_ptr(), 0)
-        };
-        self.check("cuStreamBatchMemOp", status)
     }
 
     /// Loads machine code.

@@ -176,6 +176,14 @@ impl<'a> Current<'a> {
         self.context.device
     }
 
+    /// An error where a call found the context of no more use: nothing is given back to it.
+    pub(super) fn check_alive(self) -> Result<(), DriverError> {
+        if self.context.faulted() {
+            return Err(self.driver().error("an earlier call", status::CONTEXT_IS_DESTROYED));
+        }
+        Ok(())
+    }
+
     /// `Ok` where the call succeeded. A sticky error is remembered.
     pub(super) fn check(self, call: &'static str, status: sys::Status) -> Result<(), DriverError> {
         self.context.check(call, status)

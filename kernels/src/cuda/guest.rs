@@ -7,21 +7,24 @@ use std::sync::Arc;
 
 use super::allocation::{Allocator, CudaMemory};
 use super::calls::MemoryLeft;
-use super::context::Context;
+use super::context::{Context, Current};
 use super::driver::{DriverError, OpenError, VisibleDevice};
 use super::memory::out_of_memory;
+use super::order::Marks;
 use super::sys::Stream;
 
 /// A device of a worker's process.
 #[derive(Debug, Clone)]
 pub struct CudaGuest {
-    context: Arc<Context>,
+    pub(super) context: Arc<Context>,
+    pub(super) marks: Arc<Marks>,
     device: VisibleDevice,
 }
 
 impl CudaGuest {
     pub(super) fn new(context: Arc<Context>, device: VisibleDevice) -> Self {
-        Self { context, device }
+        let marks = Arc::new(Marks::new(Arc::clone(&context)));
+        Self { context, marks, device }
     }
 
     /// Its place in the order of this process's driver.
@@ -38,12 +41,13 @@ impl CudaGuest {
     pub fn allocate(&self, bytes: u64) -> Result<GuestMemory, OpenError> {
         let allocator = Allocator::Virtual { piece_bytes: bytes, shared: true };
         let label = self.device.label();
-        let allocated = self.context.visit(|_| {
+        let allocate = |_: Current<'_>| {
             let allocated = CudaMemory::allocate(Arc::clone(&self.context), bytes, allocator);
             let lacking = "a worker's buffer";
             Ok(allocated
                 .map_err(|error| out_of_memory(&self.context, &label, lacking, bytes, error)))
-        });
+        };
+        let allocated = self.context.visit(|current| current.relaxed(allocate));
         let memory = allocated.map_err(|error| OpenError::Device { device: label, error })??;
         Ok(GuestMemory { memory: ManuallyDrop::new(memory), context: Arc::clone(&self.context) })
     }
@@ -72,7 +76,7 @@ impl CudaGuest {
     /// # Errors
     /// What the driver says.
     pub unsafe fn is_capturing(&self, stream: u64) -> Result<bool, DriverError> {
-        let stream = Stream(usize::try_from(stream).unwrap_or(usize::MAX));
+        let stream = stream_of(stream);
         self.context.visit(|current| {
             // SAFETY: the caller's own promise.
             unsafe { current.is_capturing(stream) }
@@ -87,12 +91,17 @@ impl CudaGuest {
     /// # Errors
     /// What the driver says, for example that the stream is being captured.
     pub unsafe fn synchronize(&self, stream: u64) -> Result<(), DriverError> {
-        let stream = Stream(usize::try_from(stream).unwrap_or(usize::MAX));
+        let stream = stream_of(stream);
         self.context.visit(|current| {
             // SAFETY: the caller's own promise.
             unsafe { current.synchronize(stream) }
         })
     }
+}
+
+/// A handle, as the worker's library has it.
+pub(super) fn stream_of(handle: u64) -> Stream {
+    Stream(usize::try_from(handle).unwrap_or(usize::MAX))
 }
 
 /// Device memory of a worker's process, which can be shared. Its start is a multiple of 256.
@@ -116,6 +125,29 @@ impl GuestMemory {
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.memory.bytes()
+    }
+
+    /// Gives it back without a wait, which disturbs no capture.
+    ///
+    /// # Safety
+    /// Everything is done that the device was asked to do with it, and no graph has it.
+    ///
+    /// # Errors
+    /// When the device is lost; then the memory stays until the process ends.
+    pub unsafe fn give_back_unused(self) -> Result<(), DriverError> {
+        let mut own = ManuallyDrop::new(self);
+        let Self { memory, context } = &mut *own;
+        let given_back = context.visit(|current| {
+            current.check_alive()?;
+            current.relaxed(|_| {
+                // SAFETY: this is the only drop: the rest of `self` is not dropped as a whole.
+                unsafe { ManuallyDrop::drop(memory) };
+                Ok(())
+            })
+        });
+        // SAFETY: this is the only drop.
+        unsafe { std::ptr::drop_in_place(context) };
+        given_back
     }
 }
 

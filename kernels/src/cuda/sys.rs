@@ -1,7 +1,8 @@
 //! The driver's functions and types, as far as they are used.
 //!
 //! Written by hand from NVIDIA's `cuda.h`, equal in CUDA 12 and 13: symbols carry the suffix that the header's macros add.
-//! Every symbol is resolved when the driver is opened; one that is missing is an error that names it. Names here are those
+//! Every symbol is resolved when the driver is opened; one that is missing is an error that names it, at once or, for what
+//! older drivers lack, where it is needed. Names here are those
 //! of the header without their prefix, so that its documentation is easily found.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
@@ -45,6 +46,12 @@ handles! {
     Function
     /// `CUstream`. Zero is the context's legacy default stream.
     Stream
+    /// `CUevent`.
+    Event
+    /// `CUgraph`.
+    Graph
+    /// `CUuserObject`.
+    UserObject
 }
 
 /// `CUmemGenericAllocationHandle`.
@@ -94,7 +101,7 @@ pub(super) struct MemAccessDesc {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(C)]
 pub(super) struct StreamMemOp {
-    /// [`STREAM_MEM_OP_WRITE_VALUE_64`].
+    /// [`STREAM_MEM_OP_WAIT_VALUE_64`] or [`STREAM_MEM_OP_WRITE_VALUE_64`].
     pub(super) operation: c_int,
     pub(super) padding: c_int,
     pub(super) address: DevicePointer,
@@ -125,6 +132,9 @@ const _: () = {
     assert!(offset_of!(MemAccessDesc, flags) == 8);
 };
 
+/// `CUhostFn`.
+pub(super) type HostFunction = unsafe extern "C" fn(*mut c_void);
+
 /// `CUresult` values that are told apart. The rest have a name, which the driver tells.
 pub(super) mod status {
     use super::Status;
@@ -140,6 +150,7 @@ pub(super) mod status {
     pub(crate) const NVLINK_UNCORRECTABLE: Status = Status(220);
     pub(crate) const CONTAINED: Status = Status(226);
     pub(crate) const NOT_READY: Status = Status(600);
+    pub(crate) const NOT_FOUND: Status = Status(500);
     pub(crate) const ILLEGAL_ADDRESS: Status = Status(700);
     pub(crate) const LAUNCH_TIMEOUT: Status = Status(702);
     pub(crate) const CONTEXT_IS_DESTROYED: Status = Status(709);
@@ -153,6 +164,7 @@ pub(super) mod status {
     pub(crate) const TENSOR_MEMORY_LEAK: Status = Status(721);
     pub(crate) const MPS_RPC_FAILURE: Status = Status(806);
     pub(crate) const MPS_SERVER_NOT_READY: Status = Status(807);
+    pub(crate) const STREAM_CAPTURE_INVALIDATED: Status = Status(901);
     pub(crate) const STREAM_CAPTURE_IMPLICIT: Status = Status(906);
     pub(crate) const MPS_CLIENT_TERMINATED: Status = Status(810);
     pub(crate) const EXTERNAL_DEVICE: Status = Status(911);
@@ -211,6 +223,22 @@ pub(super) const STREAM_NON_BLOCKING: c_uint = 1;
 pub(super) const STREAM_WRITE_VALUE_DEFAULT: c_uint = 0;
 /// `CU_STREAM_WAIT_VALUE_GEQ`.
 pub(super) const STREAM_WAIT_VALUE_GEQ: c_uint = 0;
+/// `CU_STREAM_WAIT_VALUE_AND`: any of the bits.
+pub(super) const STREAM_WAIT_VALUE_AND: c_uint = 2;
+/// `CU_STREAM_CAPTURE_STATUS_NONE`.
+pub(super) const STREAM_CAPTURE_STATUS_NONE: c_int = 0;
+/// `CU_STREAM_CAPTURE_STATUS_ACTIVE`.
+pub(super) const STREAM_CAPTURE_STATUS_ACTIVE: c_int = 1;
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`: this thread's calls are none of other captures' business.
+pub(super) const STREAM_CAPTURE_MODE_RELAXED: c_int = 2;
+/// `CU_EVENT_DISABLE_TIMING`.
+pub(super) const EVENT_DISABLE_TIMING: c_uint = 2;
+/// `CU_USER_OBJECT_NO_DESTRUCTOR_SYNC`, which is required.
+pub(super) const USER_OBJECT_NO_DESTRUCTOR_SYNC: c_uint = 1;
+/// `CU_GRAPH_USER_OBJECT_MOVE`: the caller's reference becomes the graph's.
+pub(super) const GRAPH_USER_OBJECT_MOVE: c_uint = 1;
+/// `CU_STREAM_MEM_OP_WAIT_VALUE_64`.
+pub(super) const STREAM_MEM_OP_WAIT_VALUE_64: c_int = 4;
 /// `CU_STREAM_MEM_OP_WRITE_VALUE_64`.
 pub(super) const STREAM_MEM_OP_WRITE_VALUE_64: c_int = 5;
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`.
@@ -255,12 +283,17 @@ pub(super) enum LoadError {
     },
 }
 
-/// Declares the table: one typed function a symbol.
+/// Declares the table: one typed function a symbol. Those after `=> newer` may be missing.
 macro_rules! functions {
-    ($($field:ident = $symbol:literal($($argument:ident: $type:ty),* $(,)?);)*) => {
-        /// The driver's functions. All are there, or the table is not.
+    (
+        $($field:ident = $symbol:literal($($argument:ident: $type:ty),* $(,)?);)*
+        => newer
+        $($newer:ident = $newer_symbol:literal($($newer_argument:ident: $newer_type:ty),* $(,)?);)*
+    ) => {
+        /// The driver's functions. All that every driver has are there, or the table is not.
         pub(super) struct Functions {
             $(pub(super) $field: unsafe extern "C" fn($($argument: $type),*) -> Status,)*
+            $(pub(super) $newer: Option<unsafe extern "C" fn($($newer_argument: $newer_type),*) -> Status>,)*
             /// What keeps the functions where they are. Never unloaded: the driver has threads and exit handlers of its own.
             _library: ManuallyDrop<Library>,
         }
@@ -276,7 +309,16 @@ macro_rules! functions {
                         |_| LoadError::Symbol { library: path.to_owned(), symbol: $symbol };
                     let $field = *found.map_err(missing)?;
                 )*
-                Ok(Self { $($field,)* _library: ManuallyDrop::new(library) })
+                $(
+                    // SAFETY: as above.
+                    let found = unsafe {
+                        library.get::<unsafe extern "C" fn($($newer_type),*) -> Status>(
+                            $newer_symbol.as_bytes(),
+                        )
+                    };
+                    let $newer = found.ok().map(|found| *found);
+                )*
+                Ok(Self { $($field,)* $($newer,)* _library: ManuallyDrop::new(library) })
             }
         }
     };
@@ -345,6 +387,29 @@ functions! {
     stream_write_value_64 = "cuStreamWriteValue64_v2"(stream: Stream, address: DevicePointer, value: u64, flags: c_uint);
     stream_wait_value_64 = "cuStreamWaitValue64_v2"(stream: Stream, address: DevicePointer, value: u64, flags: c_uint);
     stream_batch_mem_op = "cuStreamBatchMemOp_v2"(stream: Stream, count: c_uint, operations: *mut StreamMemOp, flags: c_uint);
+    stream_wait_event = "cuStreamWaitEvent"(stream: Stream, event: Event, flags: c_uint);
+    stream_get_capture_info = "cuStreamGetCaptureInfo_v2"(
+        stream: Stream,
+        status: *mut c_int,
+        id: *mut u64,
+        graph: *mut Graph,
+        dependencies: *mut *const c_void,
+        count: *mut usize,
+    );
+    thread_exchange_stream_capture_mode = "cuThreadExchangeStreamCaptureMode"(mode: *mut c_int);
+    event_create = "cuEventCreate"(event: *mut Event, flags: c_uint);
+    event_record = "cuEventRecord"(event: Event, stream: Stream);
+    event_query = "cuEventQuery"(event: Event);
+    event_destroy = "cuEventDestroy_v2"(event: Event);
+    user_object_create = "cuUserObjectCreate"(
+        object: *mut UserObject,
+        data: *mut c_void,
+        destroy: HostFunction,
+        references: c_uint,
+        flags: c_uint,
+    );
+    user_object_release = "cuUserObjectRelease"(object: UserObject, references: c_uint);
+    graph_retain_user_object = "cuGraphRetainUserObject"(graph: Graph, object: UserObject, references: c_uint, flags: c_uint);
 
     module_load_data = "cuModuleLoadData"(module: *mut Module, image: *const c_void);
     module_unload = "cuModuleUnload"(module: Module);
@@ -362,6 +427,10 @@ functions! {
         parameters: *mut *mut c_void,
         extra: *mut *mut c_void,
     );
+
+    => newer
+    // Since CUDA 12.0.
+    stream_get_id = "cuStreamGetId"(stream: Stream, id: *mut u64);
 }
 
 impl Functions {

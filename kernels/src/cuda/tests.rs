@@ -5,6 +5,7 @@ mod guest;
 mod launches;
 mod legacy;
 mod opening;
+mod order;
 mod pieces;
 mod probing;
 

@@ -41,6 +41,7 @@ results! {
     NO_BINARY_FOR_GPU = 209,
     OPERATING_SYSTEM = 304,
     INVALID_HANDLE = 400,
+    ILLEGAL_STATE = 401,
     NOT_FOUND = 500,
     NOT_READY = 600,
     ILLEGAL_ADDRESS = 700,
@@ -51,6 +52,13 @@ results! {
     NOT_PERMITTED = 800,
     NOT_SUPPORTED = 801,
     MPS_SERVER_NOT_READY = 807,
+    STREAM_CAPTURE_UNSUPPORTED = 900,
+    STREAM_CAPTURE_INVALIDATED = 901,
+    STREAM_CAPTURE_UNMATCHED = 903,
+    STREAM_CAPTURE_ISOLATION = 905,
+    STREAM_CAPTURE_IMPLICIT = 906,
+    CAPTURED_EVENT = 907,
+    STREAM_CAPTURE_WRONG_THREAD = 908,
     UNKNOWN = 999,
 }
 
@@ -186,4 +194,43 @@ pub(crate) mod flag {
     pub(crate) const WAIT_EQ: u32 = 1;
     pub(crate) const WAIT_AND: u32 = 2;
     pub(crate) const WAIT_FLUSH: u32 = 1 << 30;
+}
+
+/// `CU_STREAM_CAPTURE_STATUS_*`.
+pub(crate) mod capture_status {
+    pub(crate) const NONE: u32 = 0;
+    pub(crate) const ACTIVE: u32 = 1;
+    pub(crate) const INVALIDATED: u32 = 2;
+}
+
+/// `CU_GRAPH_USER_OBJECT_MOVE`.
+pub(crate) const USER_OBJECT_MOVE: u32 = 1;
+/// `CU_USER_OBJECT_NO_DESTRUCTOR_SYNC`.
+pub(crate) const USER_OBJECT_NO_DESTRUCTOR_SYNC: u32 = 1;
+
+/// `CUstreamCaptureMode`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum CaptureMode {
+    Global,
+    ThreadLocal,
+    Relaxed,
+}
+
+impl CaptureMode {
+    pub(crate) fn of(number: u32) -> Result<Self, CUresult> {
+        match number {
+            0 => Ok(Self::Global),
+            1 => Ok(Self::ThreadLocal),
+            2 => Ok(Self::Relaxed),
+            _ => Err(CUresult::INVALID_VALUE),
+        }
+    }
+
+    pub(crate) fn number(self) -> u32 {
+        match self {
+            Self::Global => 0,
+            Self::ThreadLocal => 1,
+            Self::Relaxed => 2,
+        }
+    }
 }

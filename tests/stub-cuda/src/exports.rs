@@ -4,6 +4,7 @@ mod compiler;
 mod devices;
 mod entry;
 mod errors;
+mod graphs;
 mod launches;
 mod memory;
 mod virtual_memory;
@@ -40,6 +41,14 @@ impl<T> Out<T> {
         Ok(())
     }
 
+    /// What stands there before it is written.
+    fn get(self) -> Answer<T>
+    where
+        T: Plain,
+    {
+        In(self.0).get()
+    }
+
     /// The same pointer, to something else.
     fn cast<U>(self) -> Out<U> {
         Out(self.0.map(NonNull::cast))
@@ -68,6 +77,7 @@ impl<T> Copy for In<T> {}
 /// Types that are plain bits, so that a caller's value can be copied.
 pub(crate) trait Plain {}
 impl Plain for u8 {}
+impl Plain for u32 {}
 impl Plain for u64 {}
 impl Plain for [u8; HANDLE_BYTES] {}
 impl Plain for CUmemAllocationProp {}

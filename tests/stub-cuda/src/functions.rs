@@ -40,6 +40,22 @@ macro_rules! functions {
                 }
             }
 
+            /// Whether a capture of another thread forbids it, unless the calling thread's own mode is relaxed.
+            pub(crate) fn disturbs_captures(self) -> bool {
+                matches!(
+                    self,
+                    Self::cuMemAlloc_v2
+                        | Self::cuMemFree_v2
+                        | Self::cuMemHostAlloc
+                        | Self::cuMemFreeHost
+                        | Self::cuMemHostRegister_v2
+                        | Self::cuMemHostUnregister
+                        | Self::cuMemCreate
+                        | Self::cuMemUnmap
+                        | Self::cuEventQuery
+                )
+            }
+
             /// Whether it allocates memory, loads code or compiles: what no one may do between a seal and the next registration.
             #[must_use]
             pub fn allocates(self) -> bool {
@@ -110,6 +126,23 @@ functions! {
     cuStreamWriteValue64_v2: Context;
     cuStreamWaitValue64_v2: Context;
     cuStreamBatchMemOp_v2: Context;
+    cuStreamGetId: Context;
+    cuStreamWaitEvent: Context;
+    cuStreamBeginCapture_v2: Context;
+    cuStreamEndCapture: Context;
+    cuStreamGetCaptureInfo_v2: Context;
+    cuThreadExchangeStreamCaptureMode: Process;
+    cuEventCreate: Context;
+    cuEventRecord: Context;
+    cuEventQuery: Context;
+    cuEventDestroy_v2: Context;
+    cuUserObjectCreate: Process;
+    cuUserObjectRelease: Process;
+    cuGraphRetainUserObject: Process;
+    cuGraphInstantiateWithFlags: Context;
+    cuGraphLaunch: Context;
+    cuGraphDestroy: Process;
+    cuGraphExecDestroy: Process;
     cuModuleLoadData: Context, allocates;
     cuModuleUnload: Context;
     cuModuleGetFunction: Context;

@@ -51,7 +51,7 @@ impl Kernel {
 }
 
 /// A kernel on its way.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Launch {
     pub(crate) kernel: Kernel,
     pub(crate) arguments: Arguments,

@@ -20,11 +20,14 @@
 
 mod abi;
 mod attributes;
+mod captures;
 mod compiler;
 mod control;
 mod devices;
+mod events;
 mod exports;
 mod functions;
+mod graphs;
 mod ipc;
 mod kernels;
 mod ledger;

@@ -10,9 +10,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::abi::{CUdevice, CUresult, Opaque};
+use crate::captures::{self, Capture};
 use crate::control::{Act, Control, Knob};
 use crate::devices::StubDevice;
+use crate::events::Event;
 use crate::functions::{Function, Needs};
+use crate::graphs::{self, Graphs};
 use crate::ledger::Ledger;
 use crate::memory::Memory;
 use crate::modules::Modules;
@@ -71,6 +74,10 @@ pub(crate) struct Objects {
     ending: Vec<Arc<Stream>>,
     pub(crate) modules: Modules,
     pub(crate) handles: Handles,
+    pub(crate) graphs: Graphs,
+    pub(crate) events: BTreeMap<Opaque, Arc<Event>>,
+    /// Captures that go on, or were invalidated and not ended.
+    pub(crate) captures: Vec<Arc<Capture>>,
 }
 
 impl Objects {
@@ -213,7 +220,9 @@ impl Process {
         let left = objects.streams.values().filter(|stream| created(stream)).count();
         objects.streams.retain(|_, stream| !of_context(stream));
         let modules = objects.modules.remove_of(device);
+        let graphs = std::mem::take(&mut objects.graphs);
         drop(objects);
+        drop(graphs);
         for stream in streams {
             stream.wait_idle();
             stream.end();
@@ -325,6 +334,8 @@ pub(crate) fn call(
             Needs::Process => process.sticky(),
             Needs::Context => process.sticky().and_then(|()| process.context().map(drop)),
         })
+        .and_then(|()| graphs::check_host_function())
+        .and_then(|()| captures::check(&process, function))
         .and_then(|()| body(&process));
     let result = result.err().unwrap_or(CUresult::SUCCESS);
     process.trace.log(function, arguments, result);

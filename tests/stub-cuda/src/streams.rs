@@ -1,17 +1,19 @@
-//! Streams: each a thread with a queue, first in, first out.
+//! Streams: each a thread with a queue, first in, first out. A captured one records what it is asked.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 
 use crate::abi::{CUdevice, CUresult, Opaque, flag};
+use crate::captures::Capture;
+use crate::graphs::Executable;
 use crate::kernels::{self, Launch};
 use crate::mapping::{self, Address};
 use crate::process::{Answer, Process, STEP};
 use crate::sync::{AtomicU64, Ordering};
 
 /// One thing that a stream does.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) enum Work {
     /// Runs a kernel.
     Kernel(Box<Launch>),
@@ -21,16 +23,38 @@ pub(crate) enum Work {
     Copy { to: Address, from: Address, bytes: u64 },
     /// Waits until a word is as wanted.
     Wait { at: Address, value: u64, flags: u32 },
+    /// Waits until another stream has done so much.
+    After(Place),
+    /// Runs a graph.
+    Graph(Arc<Executable>),
     /// Frees memory of a pool.
     Free(Address),
+}
+
+/// How much a stream was asked.
+#[derive(Debug, Clone)]
+pub(crate) struct Place {
+    stream: Arc<Stream>,
+    asked: u64,
+}
+
+impl Place {
+    /// Whether it is done.
+    pub(crate) fn is_reached(&self) -> bool {
+        self.stream.queue().done >= self.asked
+    }
 }
 
 /// A stream.
 #[derive(Debug)]
 pub(crate) struct Stream {
+    /// Never given twice.
+    id: u64,
     device: CUdevice,
     non_blocking: bool,
     default: bool,
+    process: Weak<Process>,
+    capture: Mutex<Option<Arc<Capture>>>,
     queue: Mutex<Queue>,
     /// Notified when there is work, or the end.
     filled: Condvar,
@@ -44,28 +68,55 @@ struct Queue {
     /// The first thing is being done; it has left the queue.
     busy: bool,
     ended: bool,
+    /// Whether there is a thread: from the first work on.
+    runs: bool,
+    asked: u64,
+    done: u64,
 }
 
 impl Stream {
-    /// Starts the thread. `default` is the context's own stream, which nobody creates.
-    pub(crate) fn start(
+    /// A stream without work. `default` is the context's own stream, which nobody creates.
+    pub(crate) fn new(
         process: &Arc<Process>,
         device: CUdevice,
         non_blocking: bool,
         default: bool,
-    ) -> Answer<Arc<Self>> {
-        let stream = Arc::new(Self {
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            id: process.control.number(),
             device,
             non_blocking,
             default,
+            process: Arc::downgrade(process),
+            capture: Mutex::default(),
             queue: Mutex::default(),
             filled: Condvar::new(),
             idle: Condvar::new(),
-        });
-        let (own, process) = (Arc::clone(&stream), Arc::downgrade(process));
-        let thread = thread::Builder::new().name("stub-stream".into());
-        thread.spawn(move || own.run(&process)).map_err(|_| CUresult::OPERATING_SYSTEM)?;
-        Ok(stream)
+        })
+    }
+
+    /// Its number.
+    pub(crate) fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// The capture that it is in, where it goes on or was not ended yet.
+    pub(crate) fn capture(&self) -> Option<Arc<Capture>> {
+        self.in_capture().clone()
+    }
+
+    /// From now on work is captured, or no more.
+    pub(crate) fn set_capture(&self, capture: Option<Arc<Capture>>) {
+        *self.in_capture() = capture;
+    }
+
+    fn in_capture(&self) -> MutexGuard<'_, Option<Arc<Capture>>> {
+        self.capture.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What it was asked until now.
+    pub(crate) fn place(self: &Arc<Self>) -> Place {
+        Place { stream: Arc::clone(self), asked: self.queue().asked }
     }
 
     pub(crate) fn device(&self) -> CUdevice {
@@ -81,9 +132,23 @@ impl Stream {
         self.default
     }
 
-    pub(crate) fn push(&self, work: Work) {
-        self.queue().work.push_back(work);
+    /// Does it after everything before it; a captured stream's becomes part of the graph.
+    pub(crate) fn push(self: &Arc<Self>, work: Work) -> Answer {
+        if let Some(capture) = self.capture() {
+            return capture.record(work);
+        }
+        let mut queue = self.queue();
+        if !queue.runs {
+            let (own, process) = (Arc::clone(self), Weak::clone(&self.process));
+            let thread = thread::Builder::new().name("stub-stream".into());
+            let started = thread.spawn(move || own.run(&process));
+            started.map_err(|_| CUresult::OPERATING_SYSTEM)?;
+            queue.runs = true;
+        }
+        queue.asked += 1;
+        queue.work.push_back(work);
         self.filled.notify_one();
+        Ok(())
     }
 
     pub(crate) fn is_idle(&self) -> bool {
@@ -110,12 +175,15 @@ impl Stream {
             // After a sticky error nothing is done any more, and no word says that it was.
             if let Some(process) = process.upgrade()
                 && process.sticky().is_ok()
-                && let Err(error) = perform(&process, work)
+                && let Err(error) = perform(&process, &work)
             {
                 process.fault(error);
             }
+            // What it holds goes first: a graph's end may be waited for.
+            drop(work);
             let mut queue = self.queue();
             queue.busy = false;
+            queue.done += 1;
             if queue.is_idle() {
                 self.idle.notify_all();
             }
@@ -141,27 +209,37 @@ impl Queue {
 }
 
 /// Does one thing; an error is the device's, for good.
-fn perform(process: &Arc<Process>, work: Work) -> Answer {
+fn perform(process: &Arc<Process>, work: &Work) -> Answer {
     match work {
-        Work::Kernel(launch) => kernels::run(process, &launch),
-        Work::Copy { to, from, bytes } => kernels::copy(&process.memory(), from, to, bytes),
+        Work::Kernel(launch) => kernels::run(process, launch),
+        Work::Copy { to, from, bytes } => kernels::copy(&process.memory(), *from, *to, *bytes),
         Work::Write { at, value } => {
             let memory = process.memory();
-            word(at, memory.allows(at, 8, true))?.store(value, Ordering::SeqCst);
+            word(*at, memory.allows(*at, 8, true))?.store(*value, Ordering::SeqCst);
             Ok(())
         }
-        Work::Wait { at, value, flags } => loop {
+        Work::Wait { at, value, flags } => wait(process, || {
             let memory = process.memory();
-            let now = word(at, memory.allows(at, 8, false))?.load(Ordering::SeqCst);
-            drop(memory);
-            if is_as_wanted(now, value, flags) {
-                return Ok(());
-            }
-            process.sticky()?;
-            thread::sleep(STEP);
-        },
-        Work::Free(at) => process.free_now(at),
+            let now = word(*at, memory.allows(*at, 8, false))?.load(Ordering::SeqCst);
+            Ok(is_as_wanted(now, *value, *flags))
+        }),
+        Work::After(place) => wait(process, || Ok(place.is_reached())),
+        Work::Graph(executable) => {
+            // One that runs is waited for, on whatever stream.
+            let _turn = executable.turn();
+            executable.work().iter().try_for_each(|work| perform(process, work))
+        }
+        Work::Free(at) => process.free_now(*at),
     }
+}
+
+/// Looks again and again.
+fn wait(process: &Process, is_over: impl Fn() -> Answer<bool>) -> Answer {
+    while !is_over()? {
+        process.sticky()?;
+        thread::sleep(STEP);
+    }
+    Ok(())
 }
 
 /// The word at an address that the device may touch.
@@ -198,7 +276,7 @@ impl Process {
             if let Some(stream) = objects.streams.get(&key) {
                 return Ok(Arc::clone(stream));
             }
-            let stream = Stream::start(self, device, false, true)?;
+            let stream = Stream::new(self, device, false, true);
             objects.streams.insert(key, Arc::clone(&stream));
             return Ok(stream);
         }

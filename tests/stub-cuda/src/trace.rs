@@ -37,11 +37,13 @@ pub enum Object {
     Stream,
     /// Modules that are loaded.
     Module,
+    /// Events that were created.
+    Event,
 }
 
 impl Object {
     /// Every kind.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Context,
         Self::Allocation,
         Self::HostAllocation,
@@ -52,6 +54,7 @@ impl Object {
         Self::Mapping,
         Self::Stream,
         Self::Module,
+        Self::Event,
     ];
 }
 

@@ -9,7 +9,7 @@ fn guest(bed: &Bed) -> CudaGuest {
 }
 
 /// The context that is current in this thread.
-fn current(bed: &Bed) -> usize {
+pub(super) fn current(bed: &Bed) -> usize {
     type GetCurrent = unsafe extern "C" fn(*mut usize) -> i32;
     let mut context = 1;
     // SAFETY: the symbol is a function of the driver's interface, of this type.

@@ -16,17 +16,17 @@ const ROWS: u64 = 10;
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// One bound layer of small rows and everything to gather it.
-struct Gathering {
-    launcher: CudaLauncher,
+pub(super) struct Gathering {
+    pub(super) launcher: CudaLauncher,
     variants: CudaVariants,
     caches: CudaCaches,
-    packed: Arc<CudaRegion>,
-    layout: CacheLayout,
-    contents: Vec<u8>,
+    pub(super) packed: Arc<CudaRegion>,
+    pub(super) layout: CacheLayout,
+    pub(super) contents: Vec<u8>,
 }
 
 impl Gathering {
-    fn of(bed: &Bed) -> Self {
+    pub(super) fn of(bed: &Bed) -> Self {
         let layout = cache(DataType::Float32, ROWS, 4, 6);
         let region = Arc::new(bed.device.scratch(layout.span_bytes()).unwrap());
         let contents = noise(layout.span_bytes(), 1);
@@ -64,6 +64,17 @@ impl Gathering {
         flags: Flags<'_, CudaRegion>,
         by: impl FnOnce(&mut CudaLauncher, &Launch<'_, CudaDevice>) -> T,
     ) -> T {
+        self.start_part(indices, selected, flags, selected as u64, by)
+    }
+
+    fn start_part<T>(
+        &mut self,
+        indices: Indices<'_, CudaRegion>,
+        selected: usize,
+        flags: Flags<'_, CudaRegion>,
+        rows: u64,
+        by: impl FnOnce(&mut CudaLauncher, &Launch<'_, CudaDevice>) -> T,
+    ) -> T {
         let selected = selected as u64;
         let bytes = selected * self.layout.payload_bytes();
         let launch = Launch {
@@ -75,21 +86,30 @@ impl Gathering {
             indices,
             flags,
             packed: Slice::new(&self.packed, 0, bytes).unwrap(),
-            part: 0..selected,
+            part: 0..rows,
         };
         by(&mut self.launcher, &launch)
+    }
+
+    /// Starts the first rows of a gather of the fourth row.
+    pub(super) fn start_rows<T>(
+        &mut self,
+        rows: u64,
+        by: impl FnOnce(&mut CudaLauncher, &Launch<'_, CudaDevice>) -> T,
+    ) -> T {
+        self.start_part(Indices::Int32(&[3]), 1, Flags::None, rows, by)
     }
 
     fn launch_one(&mut self) -> Result<Ticket, DeviceFault> {
         self.launch(Indices::Int32(&[3]), 1, Flags::None)
     }
 
-    fn outcome(&mut self, ticket: Ticket) -> Moved {
+    pub(super) fn outcome(&mut self, ticket: Ticket) -> Moved {
         outcome::<CudaDevice>(&mut self.launcher, ticket)
     }
 
     /// Polls until the device is seen to have failed.
-    fn fault(&mut self, ticket: Ticket) -> DeviceFault {
+    pub(super) fn fault(&mut self, ticket: Ticket) -> DeviceFault {
         let deadline = Instant::now() + PATIENCE;
         loop {
             match self.launcher.poll(ticket) {

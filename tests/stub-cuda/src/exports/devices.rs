@@ -109,7 +109,10 @@ exported! {
         context.put(popped).or(Ok(()))
     };
     cuCtxGetDevice(device: Out<CUdevice>) |process| device.put(process.context()?);
-    cuCtxSynchronize() |process| process.synchronise();
+    cuCtxSynchronize() |process| {
+        process.end_captures(CUresult::STREAM_CAPTURE_UNSUPPORTED, |_| true)?;
+        process.synchronise()
+    };
     cuCtxGetStreamPriorityRange(least: Out<i32>, greatest: Out<i32>) |_| {
         least.put(0)?;
         greatest.put(-5)

@@ -8,6 +8,7 @@ use super::{In, Out, exported};
 use crate::abi::{
     CUdeviceptr, CUresult, CUstreamBatchMemOpParams, OPERATION_WAIT_64, OPERATION_WRITE_64, Opaque,
 };
+use crate::captures::Capture;
 use crate::compiler;
 use crate::kernels::Launch;
 use crate::process::{Answer, Process};
@@ -28,7 +29,7 @@ fn check_grid(grid: [u32; 3], block: [u32; 3]) -> Answer {
 }
 
 /// The most operations of one batch.
-const OPERATIONS_MAX: u32 = 256;
+const OPERATIONS_MAX: u32 = 255;
 
 /// Refuses a word that the device may not reach.
 fn check_word(process: &Process, address: CUdeviceptr, write: bool) -> Answer {
@@ -58,8 +59,8 @@ exported! {
             return Err(CUresult::INVALID_VALUE);
         }
         let handle = process.control.number() << 4;
-        let started = Stream::start(process, process.context()?, flags == 1, false)?;
-        process.objects().streams.insert(handle, started);
+        let made = Stream::new(process, process.context()?, flags == 1, false);
+        process.objects().streams.insert(handle, made);
         process.trace.add(Object::Stream);
         stream.put(handle)
     };
@@ -69,43 +70,38 @@ exported! {
         Ok(())
     };
     cuStreamQuery(stream: Opaque) |process| {
-        let idle = process.stream(stream)?.is_idle();
+        let stream = process.stream(stream)?;
+        process.check_not_captured(&stream)?;
+        let idle = stream.is_idle();
         process.sticky()?;
         if idle { Ok(()) } else { Err(CUresult::NOT_READY) }
     };
     cuStreamSynchronize(stream: Opaque) |process| {
-        // The legacy default stream is never given work here.
-        if stream != 0 {
-            process.stream(stream)?.wait_idle();
+        let stream = process.stream(stream)?;
+        if stream.is_default() {
+            process.end_captures(CUresult::STREAM_CAPTURE_IMPLICIT, Capture::is_blocking)?;
         }
+        process.check_not_captured(&stream)?;
+        stream.wait_idle();
         process.sticky()
     };
-    cuStreamIsCapturing(stream: Opaque, status: Out<u32>) |process| {
-        if stream != 0 {
-            process.stream(stream)?;
-        }
-        // Nothing begins a capture here.
-        status.put(0)
-    };
+    cuStreamGetId(stream: Opaque, id: Out<u64>) |process| id.put(process.stream(stream)?.id());
     cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: Opaque) |process| {
         let (stream, bytes) = (process.stream(stream)?, bytes as u64);
         if !process.memory().allows(to, bytes, true) || !process.memory().allows(from, bytes, false) {
             return Err(CUresult::INVALID_VALUE);
         }
-        stream.push(Work::Copy { to, from, bytes });
-        Ok(())
+        stream.push(Work::Copy { to, from, bytes })
     };
     cuStreamWriteValue64_v2(stream: Opaque, address: CUdeviceptr, value: u64, _flags: u32) |process| {
         let stream = process.stream(stream)?;
         check_word(process, address, true)?;
-        stream.push(Work::Write { at: address, value });
-        Ok(())
+        stream.push(Work::Write { at: address, value })
     };
     cuStreamWaitValue64_v2(stream: Opaque, address: CUdeviceptr, value: u64, flags: u32) |process| {
         let stream = process.stream(stream)?;
         check_word(process, address, false)?;
-        stream.push(Work::Wait { at: address, value, flags });
-        Ok(())
+        stream.push(Work::Wait { at: address, value, flags })
     };
     cuStreamBatchMemOp_v2(
         stream: Opaque,
@@ -120,8 +116,7 @@ exported! {
         let operations = operations.all(count as usize)?;
         let works: Answer<Vec<Work>> =
             operations.iter().map(|operation| work_of(process, operation)).collect();
-        works?.into_iter().for_each(|work| stream.push(work));
-        Ok(())
+        works?.into_iter().try_for_each(|work| stream.push(work))
     };
     cuModuleLoadData(module: Out<Opaque>, image: In<u8>) |process| {
         let first = image.get()?;
@@ -152,7 +147,6 @@ exported! {
         }
         let arguments = parameters.get()?.get()?;
         let launch = Launch { kernel, arguments, chunks: grid_x.into(), rows: grid_y.into() };
-        process.stream(stream)?.push(Work::Kernel(Box::new(launch)));
-        Ok(())
+        process.stream(stream)?.push(Work::Kernel(Box::new(launch)))
     };
 }

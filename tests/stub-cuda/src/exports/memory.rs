@@ -51,8 +51,7 @@ exported! {
         memory.put(process.allocate_from_pool(bytes)?)
     };
     cuMemFreeAsync(memory: CUdeviceptr, stream: Opaque) |process| {
-        process.stream(stream)?.push(Work::Free(memory));
-        Ok(())
+        process.stream(stream)?.push(Work::Free(memory))
     };
     cuMemHostAlloc(memory: Out<u64>, bytes: u64, _flags: u32) |process| {
         memory.put(process.allocate_host(bytes)?)

@@ -111,6 +111,30 @@ calls! {
     cuStreamSynchronize(stream: u64);
     cuStreamWriteValue64_v2(stream: u64, at: u64, value: u64, flags: u32);
     cuStreamWaitValue64_v2(stream: u64, at: u64, value: u64, flags: u32);
+    cuCtxSynchronize();
+    cuMemHostRegister_v2(memory: u64, bytes: usize, flags: u32);
+    cuMemHostUnregister(memory: u64);
+    cuStreamBatchMemOp_v2(stream: u64, count: u32, operations: *mut [u64; 6], flags: u32);
+    cuStreamGetId(stream: u64, id: *mut u64);
+    cuStreamIsCapturing(stream: u64, status: *mut u32);
+    cuStreamBeginCapture_v2(stream: u64, mode: u32);
+    cuStreamEndCapture(stream: u64, graph: *mut u64);
+    cuStreamGetCaptureInfo_v2(
+        stream: u64, status: *mut u32, id: *mut u64, graph: *mut u64, dependencies: *mut c_void, count: *mut usize
+    );
+    cuThreadExchangeStreamCaptureMode(mode: *mut u32);
+    cuEventCreate(event: *mut u64, flags: u32);
+    cuEventRecord(event: u64, stream: u64);
+    cuEventQuery(event: u64);
+    cuEventDestroy_v2(event: u64);
+    cuStreamWaitEvent(stream: u64, event: u64, flags: u32);
+    cuUserObjectCreate(object: *mut u64, data: *mut c_void, destroy: HostFunction, references: u32, flags: u32);
+    cuUserObjectRelease(object: u64, references: u32);
+    cuGraphRetainUserObject(graph: u64, object: u64, references: u32, flags: u32);
+    cuGraphInstantiateWithFlags(executable: *mut u64, graph: u64, flags: u64);
+    cuGraphLaunch(executable: u64, stream: u64);
+    cuGraphDestroy(graph: u64);
+    cuGraphExecDestroy(executable: u64);
     cuModuleLoadData(module: *mut u64, image: *const c_void);
     cuModuleUnload(module: u64);
     cuModuleGetFunction(function: *mut u64, module: u64, name: *const c_char);
@@ -119,6 +143,9 @@ calls! {
         parameters: *mut *mut c_void, extra: *mut *mut c_void
     );
 }
+
+/// `CUhostFn`.
+pub(crate) type HostFunction = unsafe extern "C" fn(*mut c_void);
 
 /// What a call writes through its first pointer.
 pub(crate) fn out<T: Default>(call: impl FnOnce(*mut T) -> Answer) -> Answer<T> {

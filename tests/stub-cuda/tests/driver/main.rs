@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 mod calls;
 mod compiler;
 mod device_memory;
+mod graphs;
 mod launches;
 mod peer;
 mod processes;
