@@ -86,6 +86,9 @@ settings! {
         slots: u32 = 1024;
         /// Requests that a worker's ring holds: a power of two.
         session_slots: u32 = 64;
+        /// Stream-ordered requests of one lane that may be accepted and not done: a power of two. At the bound a worker waits for a
+        /// place. 1024 are about seven prefill steps of 138 copies.
+        lane_slots: u32 = 1024;
         /// Bytes that one launch moves at most: a larger copy is split, so that it does not hold up the others.
         launch_bytes_max: u64 = 64 << 20;
         /// Libraries that LD_PRELOAD may name in the device process, by file name. Every other one is HOOK_PRESENT.

@@ -32,6 +32,10 @@ pub enum Counter {
     EntriesWhileServing(Door),
     /// Rings that made no sense any more: their sessions were ended.
     RingsBroken,
+    /// Lanes whose waits were let go because a copy could not be made.
+    LanesFailed,
+    /// Short sleeps between two looks at the bells of lanes.
+    BellLooks,
 }
 
 const DIRECTIONS: usize = Direction::ALL.len();
@@ -41,7 +45,9 @@ const LAUNCHES_AT: usize = REFUSALS_AT + RefusalCode::ALL.len();
 const ENTRIES_AT: usize = LAUNCHES_AT + Variant::ALL.len();
 const SERVING_AT: usize = ENTRIES_AT + Door::ALL.len();
 const RINGS_BROKEN_AT: usize = SERVING_AT + Door::ALL.len();
-const WORDS: usize = RINGS_BROKEN_AT + 1;
+const LANES_FAILED_AT: usize = RINGS_BROKEN_AT + 1;
+const BELL_LOOKS_AT: usize = LANES_FAILED_AT + 1;
+const WORDS: usize = BELL_LOOKS_AT + 1;
 
 impl Counter {
     /// Every counter.
@@ -60,7 +66,7 @@ impl Counter {
             .chain(Variant::ALL.into_iter().map(Self::Launches))
             .chain(Door::ALL.into_iter().map(Self::Entries))
             .chain(Door::ALL.into_iter().map(Self::EntriesWhileServing))
-            .chain([Self::RingsBroken])
+            .chain([Self::RingsBroken, Self::LanesFailed, Self::BellLooks])
     }
 
     /// The name in metrics and in `statecopy status`.
@@ -77,6 +83,8 @@ impl Counter {
             Self::Entries(_) => "statecopy_entries_total",
             Self::EntriesWhileServing(_) => "statecopy_entries_while_serving_total",
             Self::RingsBroken => "statecopy_rings_broken_total",
+            Self::LanesFailed => "statecopy_lanes_failed_total",
+            Self::BellLooks => "statecopy_bell_looks_total",
         }
     }
 
@@ -92,7 +100,7 @@ impl Counter {
             Self::Refusals(code) => ("code", code.label()),
             Self::Launches(variant) => ("variant", variant.label()),
             Self::Entries(door) | Self::EntriesWhileServing(door) => ("door", door.label()),
-            Self::RingsBroken => return None,
+            Self::RingsBroken | Self::LanesFailed | Self::BellLooks => return None,
         })
     }
 
@@ -116,6 +124,8 @@ impl Counter {
             Self::Entries(door) => ENTRIES_AT + door_ordinal(door),
             Self::EntriesWhileServing(door) => SERVING_AT + door_ordinal(door),
             Self::RingsBroken => RINGS_BROKEN_AT,
+            Self::LanesFailed => LANES_FAILED_AT,
+            Self::BellLooks => BELL_LOOKS_AT,
         }
     }
 }

@@ -40,6 +40,7 @@ mod guard_export;
 #[cfg(any(test, feature = "hostile"))]
 pub mod hostile;
 mod ids;
+mod lanes;
 mod news;
 mod plans;
 mod preparer;

@@ -53,6 +53,8 @@ pub enum Request {
         slots: u32,
         /// Inline bytes of a slot.
         inline_bytes: u32,
+        /// Slots of a lane; 0 where there are no lanes.
+        lane_slots: u32,
         /// Whether an earlier device process served it: then what it left unanswered is taken again.
         resumed: bool,
     },

@@ -4,8 +4,9 @@ use crate::{Refusal, RefusalCode};
 
 /// The oldest version that this build serves.
 pub const PROTOCOL_OLDEST: u32 = 1;
-/// The newest version that this build speaks. Version 2 added `OpenRequest.label`, version 3 `RegisterRegionRequest.pieces`.
-pub const PROTOCOL_NEWEST: u32 = 3;
+/// The newest version that this build speaks. Version 2 added `OpenRequest.label`, version 3 `RegisterRegionRequest.pieces`,
+/// version 4 the lanes of the session memory.
+pub const PROTOCOL_NEWEST: u32 = 4;
 
 /// A version that both sides speak.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -47,6 +48,12 @@ impl ProtocolVersion {
     pub fn has_pieces(self) -> bool {
         self.0 >= 3
     }
+
+    /// Whether the session memory of this version has lanes (since version 4).
+    #[must_use]
+    pub fn has_lanes(self) -> bool {
+        self.0 >= 4
+    }
 }
 
 #[cfg(test)]
@@ -70,6 +77,12 @@ mod tests {
     fn the_label_came_with_version_two() {
         assert!(!ProtocolVersion::agree(1).unwrap().has_label());
         assert!(ProtocolVersion::agree(2).unwrap().has_label());
+    }
+
+    #[test]
+    fn lanes_came_with_version_four() {
+        assert!(!ProtocolVersion::agree(3).unwrap().has_lanes());
+        assert!(ProtocolVersion::agree(4).unwrap().has_lanes());
     }
 
     #[test]

@@ -75,6 +75,9 @@ impl Settings {
             let range = "must be a power of two from 2 to 1024";
             return rule("session_slots", self.session_slots, range);
         }
+        if !self.lane_slots.is_power_of_two() || !(2..=4096).contains(&self.lane_slots) {
+            return rule("lane_slots", self.lane_slots, "must be a power of two from 2 to 4096");
+        }
         if self.spin_us > 1_000_000 {
             return rule("spin_us", self.spin_us, "must be 0 to 1000000");
         }

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use statecopy_kernels::device::{
-    Device, DeviceFault, Flags, Indices, Launch, Launcher, Slice, Ticket,
+    Device, DeviceFault, Flags, Indices, Launch, Launcher, Signal, Slice, Ticket,
 };
 use statecopy_kernels::plan::Variant;
 use statecopy_proto::{Direction, IndexWidth};
@@ -13,6 +13,8 @@ use statecopy_session::{
     Subject,
 };
 use zerocopy::IntoBytes;
+
+use crate::counters::{Counter, Counters};
 
 use super::checks::{Checked, Place, check};
 use super::table::{SessionTable, Target};
@@ -26,23 +28,53 @@ pub(super) struct Copied {
     pub(super) launches: u64,
 }
 
+impl Copied {
+    /// Counts it.
+    pub(super) fn count(&self, direction: Direction, executor_ns: u64, counters: &Counters) {
+        counters.add(Counter::Copies(direction), 1);
+        counters.add(Counter::RowsCopied(direction), self.moved.rows_copied);
+        counters.add(Counter::RowsMasked(direction), self.moved.rows_masked);
+        counters.add(Counter::BytesCopied(direction), self.bytes);
+        counters.add(Counter::ExecutorNanoseconds(direction), executor_ns);
+        counters.add(Counter::Launches(self.variant), self.launches);
+    }
+}
+
 /// Private copies of one request's inline indices and flags. As large as any request of its ring may need, from the start.
 #[derive(Debug)]
 pub(super) struct Inline {
-    int32: Box<[i32]>,
-    int64: Box<[i64]>,
-    flags: Box<[u8]>,
+    int32: Vec<i32>,
+    int64: Vec<i64>,
+    flags: Vec<u8>,
     /// For the debug check of repeated destinations.
     rows: Vec<u64>,
 }
 
+/// What a lane's requests have inline.
+static NOTHING_INLINE: Inline =
+    Inline { int32: Vec::new(), int64: Vec::new(), flags: Vec::new(), rows: Vec::new() };
+
+/// The order that a stream-ordered copy has, and the word that its stream writes when all of it is done.
+#[derive(Debug)]
+pub(super) struct Order<'a, D: Device> {
+    pub(super) stream: u32,
+    pub(super) words: &'a D::Words,
+    pub(super) done_at: u64,
+    pub(super) done: u64,
+}
+
 impl Inline {
+    /// Of requests that have nothing inline.
+    pub(super) fn none() -> &'static Self {
+        &NOTHING_INLINE
+    }
+
     /// Room for `selected_max` rows.
     pub(super) fn new(selected_max: usize) -> Self {
         Self {
-            int32: vec![0; selected_max].into(),
-            int64: vec![0; selected_max].into(),
-            flags: vec![0; selected_max].into(),
+            int32: vec![0; selected_max],
+            int64: vec![0; selected_max],
+            flags: vec![0; selected_max],
             rows: Vec::with_capacity(selected_max),
         }
     }
@@ -201,6 +233,7 @@ impl<D: Device> Running<D> {
         launcher: &mut D::Launcher,
         inline: &Inline,
         request: &CopyRequest,
+        order: Option<&Order<'_, D>>,
     ) -> Result<Progress, DeviceFault> {
         let depth = launcher.depth().clamp(1, UNDER_WAY_MAX);
         let more = self.next < self.rows;
@@ -209,7 +242,15 @@ impl<D: Device> Running<D> {
             let end = self.rows.min(self.next.saturating_add(self.rows_per_launch));
             self.begun = true;
             let launch = self.launch(inline, request, self.next..end);
-            self.under_way.push(launcher.launch(&launch)?);
+            let ticket = match order {
+                None => launcher.launch(&launch)?,
+                Some(Order { stream, words, done_at, done }) => {
+                    let signal = Signal { words: *words, offset: *done_at, value: *done };
+                    let last = (end == self.rows).then_some(signal);
+                    launcher.launch_in_order(&launch, *stream, last)?
+                }
+            };
+            self.under_way.push(ticket);
             self.checked.target.table.count(self.copied.variant);
             self.copied.launches += 1;
             self.next = end;

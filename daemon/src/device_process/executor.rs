@@ -26,6 +26,7 @@ use crate::sync::{AtomicU64, Ordering};
 use super::copying::Inline;
 use super::counts::RingCounts;
 use super::guard_export::GuardExport;
+use super::lanes::Lanes;
 use super::news::News;
 use super::sessions::Sessions;
 use super::station::{Scope, Station, Trouble, Turn};
@@ -85,6 +86,27 @@ impl Idling {
     }
 }
 
+/// The longest sleep between two looks at bells: a device's write wakes no CPU.
+const PAUSE_MAX: Duration = Duration::from_micros(50);
+
+/// How long to sleep between two looks at bells: longer the longer none rings.
+#[derive(Debug)]
+struct Pause(Duration);
+
+impl Default for Pause {
+    fn default() -> Self {
+        Self(Duration::from_micros(1))
+    }
+}
+
+impl Pause {
+    fn next(&mut self) -> Duration {
+        let now = self.0;
+        self.0 = (now * 2).min(PAUSE_MAX);
+        now
+    }
+}
+
 /// What the preparing thread tells the executor. Each is acknowledged with what it replaced.
 enum Command<D: Device> {
     /// A worker's ring, the doorbell that the worker rings, and buffers for inline indices and flags.
@@ -131,11 +153,12 @@ impl<D: Device> ExecutorHandle<D> {
         session: SessionId,
         ring: Ring,
         bell: Doorbell,
-        selected_max: usize,
-        counts: Arc<RingCounts>,
+        lanes: Option<Lanes<D>>,
+        (selected_max, counts): (usize, Arc<RingCounts>),
     ) -> Result<(), Refusal> {
         let inline = Inline::new(selected_max);
         let station = Station::new(Scope::Session(session), ring, inline, counts);
+        let station = station.with_lanes(lanes);
         self.tell(Command::Open(Box::new(station), bell))
     }
 
@@ -214,6 +237,9 @@ struct Executor<D: Device> {
     /// For last words.
     link: Arc<Connection>,
     waiting: Waiting,
+    pause: Pause,
+    /// When the device was last asked whether it lives.
+    checked: Instant,
     ending: bool,
 }
 
@@ -246,6 +272,8 @@ pub(super) fn start<D: Device>(device: &D, setup: Setup) -> Result<ExecutorHandl
         news,
         link,
         waiting: Waiting::of(&settings),
+        pause: Pause::default(),
+        checked: Instant::now(),
         ending: false,
     };
     let cpu = settings.executor_cpu.map(usable).transpose()?;
@@ -266,7 +294,10 @@ impl<D: Device> Executor<D> {
             // Commands are rare: not at every look, but at once after work and before sleep.
             let moved_on = (idle.looks == 0 || self.deferred.is_some()) && self.heed();
             match self.round() {
-                Turn::Progressed => idle = Idling::default(),
+                Turn::Progressed => {
+                    idle = Idling::default();
+                    self.pause = Pause::default();
+                }
                 Turn::Waiting => std::hint::spin_loop(),
                 Turn::Idle if moved_on => {}
                 Turn::Idle if self.ending => {
@@ -292,12 +323,9 @@ impl<D: Device> Executor<D> {
         let mut overall = Turn::Idle;
         let mut failed = None;
         for (station, _) in stations {
-            let turn = match paused {
-                // Only what runs goes on, so that the command's turn comes.
-                Some(session) if station.serves(session) && !station.works_for(session) => continue,
-                _ => station.turn(launcher, sessions, counters),
-            };
-            let turn = match turn {
+            // Only what runs goes on there, so that the command's turn comes.
+            let paused = paused.is_some_and(|session| station.serves(session));
+            let turn = match station.turn(launcher, sessions, counters, paused) {
                 Ok(turn) => turn,
                 Err(Trouble::Ring(broken)) if tell_broken(news, station.scope(), broken) => {
                     station.note_told();
@@ -417,14 +445,33 @@ impl<D: Device> Executor<D> {
         self.retire.send(retired).ok();
     }
 
-    /// Sleeps until a doorbell rings, or it is time to ask whether the device lives.
+    /// Sleeps until a doorbell rings, or it is time to look at the bells of lanes, or to ask whether the device lives.
     fn sleep_on_bells(&mut self) {
         let mut rung = false;
-        let slept = self.bells.wait(self.launcher.check_every(), |_| rung = true);
+        let look = self.stations.iter().any(|(station, _)| station.awaits_bell());
+        let pause = look.then(|| self.pause.next());
+        let slept = self.bells.wait(pause.or(self.launcher.check_every()), |_| rung = true);
         assert!(slept.is_ok(), "The executor cannot sleep: {slept:?}");
-        if !rung && let Err(fault) = self.launcher.check() {
+        if look {
+            self.counters.add(Counter::BellLooks, 1);
+        }
+        if !rung
+            && self.is_check_due(look)
+            && let Err(fault) = self.launcher.check()
+        {
             self.give_up(&fault);
         }
+    }
+
+    /// Whether to ask now: after each sleep of that length, or once in so long where sleeps are short.
+    fn is_check_due(&mut self, short_sleep: bool) -> bool {
+        let Some(every) = self.launcher.check_every() else { return false };
+        let now = Instant::now();
+        let due = !short_sleep || now.duration_since(self.checked) >= every;
+        if due {
+            self.checked = now;
+        }
+        due
     }
 
     /// Sleeps until a ring or a command comes. A command always rings, and so does whoever submits after the rings were told

@@ -10,7 +10,7 @@ use statecopy_descriptors::Doorbell;
 use statecopy_kernels::device::{AllocationId, Announced, Device, Import as _, Piece, Region};
 use statecopy_kernels::guard::ServingGuard;
 use statecopy_proto::{Refusal, RefusalCode, RegionId, SessionId};
-use statecopy_session::Executor as Ring;
+use statecopy_session::{SessionMemory, Waker};
 
 use crate::record::{
     DeviceInspection, LayerRecord, Progress, PublishedBinding, RebindRecord, RegistrationRecord,
@@ -20,6 +20,7 @@ use crate::record::{
 use super::compiled::{CompiledTable, Tables};
 use super::counts::RingCounts;
 use super::executor::ExecutorHandle;
+use super::lanes::Lanes;
 use super::plans::{self, Absent, Published, bind_awake};
 use super::table::{Bound, Regions, SessionTable, Targets, Terms, awake, selected_max};
 
@@ -87,13 +88,26 @@ impl<D: Device> Preparer<D> {
     pub(super) fn open_session(
         &mut self,
         session: SessionId,
-        ring: Ring,
+        memory: &SessionMemory,
         bell: Doorbell,
+        resumed: bool,
     ) -> Result<(), Refusal> {
+        let ring = match resumed {
+            false => memory.executor(Waker::Futex),
+            true => memory.resume_executor(Waker::Futex),
+        };
         let kept = self.sessions.entry(session).or_default();
         let counts = Arc::clone(&kept.counts);
+        let words = memory.parameters().pair_words();
+        let lanes = match words.is_empty() {
+            true => None,
+            false => {
+                let words = self.device.share_words(memory.mapping(), words)?;
+                Some(Lanes::open(memory.clone(), words, resumed, Arc::clone(&counts)))
+            }
+        };
         let selected_max = kept.targets.as_deref().map_or(0, selected_max);
-        self.executor.open(session, ring, bell, selected_max, counts)
+        self.executor.open(session, ring, bell, lanes, (selected_max, counts))
     }
 
     /// Maps some pieces of a region; with the last ones it is there, after a refusal nothing of it is. A part of another

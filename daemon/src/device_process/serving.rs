@@ -5,9 +5,7 @@ use std::os::fd::OwnedFd;
 use statecopy_descriptors::{Connection, Doorbell, MESSAGE_BYTES_MAX};
 use statecopy_kernels::device::Device;
 use statecopy_proto::{Incarnation, Refusal, SessionId};
-use statecopy_session::{
-    Executor as Ring, Identity, LayoutError, Parameters, SessionMemory, Waker,
-};
+use statecopy_session::{Identity, LayoutError, Parameters, SessionMemory};
 
 use crate::link::{self, FindingMessage, LinkError, PIECES_A_PART, Reply, Request};
 use crate::record::{
@@ -80,10 +78,11 @@ fn answer<D: Device>(
             let taken = preparer.import_part((session, region), announced.into(), pieces, last);
             Ok(if last || taken.is_err() { done(taken) } else { vec![Reply::Taken] })
         }
-        Request::OpenSession { session, slots, inline_bytes, resumed } => {
-            let sizes = Parameters::new(slots, inline_bytes);
-            let ring = open_ring(session, sizes, resumed, exactly(descriptors)?)?;
-            Ok(done(preparer.open_session(session, ring.0, ring.1)))
+        Request::OpenSession { session, slots, inline_bytes, lane_slots, resumed } => {
+            let sizes = Parameters::new(slots, inline_bytes)
+                .and_then(|parameters| parameters.with_lanes(lane_slots));
+            let (memory, bell) = open_memory(session, sizes, exactly(descriptors)?)?;
+            Ok(done(preparer.open_session(session, &memory, bell, resumed)))
         }
         Request::DropRegion { session, region } => Ok(done(preparer.drop_region(session, region))),
         Request::Register { session, layers, sets, last, resumed } => {
@@ -127,23 +126,18 @@ fn answer<D: Device>(
     }
 }
 
-/// Maps a worker's ring.
-fn open_ring(
+/// Maps a worker's session memory.
+fn open_memory(
     session: SessionId,
     sizes: Result<Parameters, LayoutError>,
-    resumed: bool,
     [memory, executor_bell]: [OwnedFd; 2],
-) -> Result<(Ring, Doorbell), LinkError> {
+) -> Result<(SessionMemory, Doorbell), LinkError> {
     let broken = |_| LinkError::OutOfTurn("a ring that cannot be mapped");
     let sizes = sizes.map_err(|_| LinkError::OutOfTurn("sizes that are no ring's"))?;
     let identity = Identity { incarnation: Incarnation::new([0; 16]), session };
     let memory = SessionMemory::attach(memory, sizes, identity).map_err(broken)?;
-    let ring = match resumed {
-        false => memory.executor(Waker::Futex),
-        true => memory.resume_executor(Waker::Futex),
-    };
     let bell = Doorbell::from_fd(executor_bell).map_err(|_| LinkError::OutOfTurn("no doorbell"))?;
-    Ok((ring, bell))
+    Ok((memory, bell))
 }
 
 fn exactly<const N: usize>(descriptors: Vec<OwnedFd>) -> Result<[OwnedFd; N], LinkError> {

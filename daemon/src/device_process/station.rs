@@ -23,10 +23,11 @@ use crate::counters::{Counter, Counters};
 
 use super::copying::{Copied, Inline, Progress, Running};
 use super::counts::RingCounts;
+use super::lanes::Lanes;
 use super::sessions::Sessions;
 
 /// Deaths of the device process under a request after which it is not run again.
-const DEATHS_MAX: u8 = 2;
+pub(super) const DEATHS_MAX: u8 = 2;
 
 /// Whose requests a ring may carry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,6 +84,8 @@ pub(super) struct Station<D: Device> {
     health: Health,
     closing: Closing,
     counts: Arc<RingCounts>,
+    /// `None` where the session memory has none.
+    lanes: Option<Lanes<D>>,
 }
 
 /// Whether the ring makes sense.
@@ -116,7 +119,13 @@ impl<D: Device> Station<D> {
             health: Health::Sound,
             closing: Closing::Open,
             counts,
+            lanes: None,
         }
+    }
+
+    /// The same with lanes.
+    pub(super) fn with_lanes(self, lanes: Option<Lanes<D>>) -> Self {
+        Self { lanes, ..self }
     }
 
     pub(super) fn scope(&self) -> Scope {
@@ -131,6 +140,12 @@ impl<D: Device> Station<D> {
     /// Whether a copy of that session runs here.
     pub(super) fn works_for(&self, session: SessionId) -> bool {
         self.job.as_ref().is_some_and(|job| job.session == session)
+            || self.serves(session) && self.lanes.as_ref().is_some_and(Lanes::is_busy)
+    }
+
+    /// Whether a bell may ring, which wakes nobody.
+    pub(super) fn awaits_bell(&self) -> bool {
+        self.lanes.as_ref().is_some_and(Lanes::awaits_bell)
     }
 
     /// The daemon drains: what was submitted is served, what comes later is DRAINING. True once nothing is left to serve.
@@ -142,7 +157,7 @@ impl<D: Device> Station<D> {
         if self.closing == Closing::Open {
             self.closing = Closing::Emptying(self.ring.parameters().slots());
         }
-        self.closing == Closing::Closed && self.job.is_none()
+        self.closing == Closing::Closed && self.job.is_none() && !self.awaits_bell()
     }
 
     /// Takes new buffers for inline indices and flags; gives the old ones back.
@@ -155,11 +170,47 @@ impl<D: Device> Station<D> {
         self.health = Health::Told;
     }
 
-    /// Does one bounded thing: takes a request, or moves the running one on by one launch.
+    /// Does one bounded thing for the ring, and one for the lanes. `paused`: only what runs goes on.
     ///
     /// # Errors
     /// [`Trouble`].
     pub(super) fn turn(
+        &mut self,
+        launcher: &mut D::Launcher,
+        sessions: &Sessions<D>,
+        counters: &Counters,
+        paused: bool,
+    ) -> Result<Turn, Trouble> {
+        let ring = match &self.job {
+            None if paused => Turn::Idle,
+            _ => self.turn_of_ring(launcher, sessions, counters)?,
+        };
+        Ok(ring.max(self.turn_of_lanes(launcher, sessions, counters, paused)?))
+    }
+
+    fn turn_of_lanes(
+        &mut self,
+        launcher: &mut D::Launcher,
+        sessions: &Sessions<D>,
+        counters: &Counters,
+        paused: bool,
+    ) -> Result<Turn, Trouble> {
+        let (Some(lanes), Scope::Session(session)) = (&mut self.lanes, self.scope) else {
+            return Ok(Turn::Idle);
+        };
+        if self.health != Health::Sound {
+            return Ok(Turn::Idle);
+        }
+        let how = (paused, self.closing != Closing::Open);
+        let turn = lanes.turn(launcher, (sessions, sessions.table(session)), counters, how);
+        if let Err(Trouble::Ring(broken)) = turn {
+            self.health = Health::Broken(broken);
+        }
+        turn
+    }
+
+    /// Takes a request, or moves the running one on by one launch.
+    fn turn_of_ring(
         &mut self,
         launcher: &mut D::Launcher,
         sessions: &Sessions<D>,
@@ -169,7 +220,7 @@ impl<D: Device> Station<D> {
             return Ok(Turn::Idle);
         }
         let Some(job) = &mut self.job else { return Ok(Turn::Progressed) };
-        let progress = job.running.step(launcher, &self.inline, &job.request);
+        let progress = job.running.step(launcher, &self.inline, &job.request, None);
         Ok(match progress.map_err(Trouble::Device)? {
             Progress::Waiting => Turn::Waiting,
             Progress::MovedOn => Turn::Progressed,
@@ -185,6 +236,9 @@ impl<D: Device> Station<D> {
     pub(super) fn lose(&mut self, counters: &Counters) {
         if self.job.as_ref().is_some_and(|job| job.running.has_begun()) {
             self.finish(Err(Subject::Device.fault(0, 0)), counters);
+        }
+        if let Some(lanes) = &mut self.lanes {
+            lanes.lose(counters);
         }
     }
 
@@ -284,15 +338,7 @@ impl<D: Device> Station<D> {
             Ok(_) | Err(_) => 0,
         };
         match &result {
-            Ok(copied) => {
-                let direction = job.request.direction;
-                counters.add(Counter::Copies(direction), 1);
-                counters.add(Counter::RowsCopied(direction), copied.moved.rows_copied);
-                counters.add(Counter::RowsMasked(direction), copied.moved.rows_masked);
-                counters.add(Counter::BytesCopied(direction), copied.bytes);
-                counters.add(Counter::ExecutorNanoseconds(direction), executor_ns);
-                counters.add(Counter::Launches(copied.variant), copied.launches);
-            }
+            Ok(copied) => copied.count(job.request.direction, executor_ns, counters),
             Err(_) => counters.add(Counter::Refusals(RefusalCode::DeviceLost), 1),
         }
         self.answer(job.sequence, result.map(|copied| copied.moved), executor_ns);
@@ -312,7 +358,9 @@ impl<D: Device> Station<D> {
 
     /// Says that the executor is about to sleep; false if there is something to do first.
     pub(super) fn prepare_sleep(&mut self) -> bool {
-        self.job.is_none() && self.ring.prepare_sleep()
+        self.job.is_none()
+            && self.ring.prepare_sleep()
+            && self.lanes.as_ref().is_none_or(Lanes::may_sleep)
     }
 
     /// Says that the executor is awake.

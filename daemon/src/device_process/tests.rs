@@ -28,6 +28,7 @@ use crate::record::{
 use super::executor::{self, Setup};
 use super::preparer::Preparer;
 
+mod lanes;
 mod storm;
 
 const WORKER: SessionId = SessionId(1);
@@ -388,7 +389,7 @@ fn sleep_and_wake_need_no_new_prepare_and_other_signatures_are_refused() {
 /// The memory of a ring that nobody serves yet, its worker's end, and the bell that this end rings.
 fn session_ring(session: SessionId) -> (SessionMemory, Submitter, Doorbell) {
     let identity = Identity { incarnation: Incarnation::new([7; 16]), session };
-    let parameters = Parameters::for_rows(8, 64).unwrap();
+    let parameters = Parameters::for_rows(8, 64).unwrap().with_lanes(8).unwrap();
     let (_sealed, memory) = SessionMemory::create(parameters, identity).unwrap();
     let bell = Doorbell::create().unwrap();
     let submitter = memory.submitter(bell.try_clone().unwrap());
@@ -398,8 +399,7 @@ fn session_ring(session: SessionId) -> (SessionMemory, Submitter, Doorbell) {
 /// A second worker with a ring of its own.
 fn open_ring(rig: &mut Rig, session: SessionId) -> (SessionMemory, Submitter) {
     let (memory, submitter, bell) = session_ring(session);
-    let executor = memory.executor(Waker::Futex);
-    rig.preparer.open_session(session, executor, bell).unwrap();
+    rig.preparer.open_session(session, &memory, bell, false).unwrap();
     (memory, submitter)
 }
 
@@ -490,8 +490,7 @@ fn what_waited_in_a_workers_ring_past_its_deadline_never_starts_unless_it_may_ha
         if began {
             dead.accept(sequence);
         }
-        let executor = memory.resume_executor(Waker::Futex);
-        rig.preparer.open_session(WORKER, executor, bell).unwrap();
+        rig.preparer.open_session(WORKER, &memory, bell, true).unwrap();
         let answer = ring.wait(sequence, Spin::NONE, Duration::from_secs(10)).unwrap().unwrap();
         let rows = answer.result.map(|moved| moved.rows_copied).map_err(|fault| fault.code);
         assert_eq!(rows, outcome);
@@ -511,8 +510,7 @@ fn a_copy_runs_again_after_one_death_and_is_lost_after_the_second() {
             dead.take().unwrap().unwrap();
             dead.accept(sequence);
         }
-        let executor = memory.resume_executor(Waker::Futex);
-        rig.preparer.open_session(WORKER, executor, bell).unwrap();
+        rig.preparer.open_session(WORKER, &memory, bell, true).unwrap();
         let answer = ring.wait(sequence, Spin::NONE, Duration::from_secs(10)).unwrap().unwrap();
         let rows = answer.result.map(|moved| moved.rows_copied).map_err(|fault| fault.code);
         assert_eq!(rows, outcome);

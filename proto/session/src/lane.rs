@@ -361,6 +361,12 @@ impl<W: LaneWords> LaneTaker<W> {
         Ok(self.deaths)
     }
 
+    /// Lets the wait of the request at the front go on, where no stream was asked for anything. None of the lane has anything under way.
+    pub fn settle_by_hand(&self) {
+        // SYNC: as the stream's own write.
+        self.words.done().store_release(self.front);
+    }
+
     /// The request at the front is over, and its waits went on by what the stream wrote.
     pub fn finish(&mut self, answer: &[u64]) {
         assert!(self.is_waiting(), "a request is finished once");

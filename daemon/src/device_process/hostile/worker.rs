@@ -193,7 +193,7 @@ impl Worker {
         let found = if job.is_some() { Find::Nothing } else { self.find() };
         let Shared { launcher, sessions, counters } = shared;
         let copies = copies(counters);
-        let turned = self.station.turn(launcher, sessions, counters);
+        let turned = self.station.turn(launcher, sessions, counters, false);
         if turned.is_err() {
             self.station.note_told();
         }

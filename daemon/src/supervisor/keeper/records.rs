@@ -93,6 +93,7 @@ pub(super) fn open(session: SessionId, ring: &RingRecord, resumed: bool) -> Mess
         session,
         slots: ring.parameters.slots(),
         inline_bytes: ring.parameters.inline_bytes(),
+        lane_slots: ring.parameters.lane_slots(),
         resumed,
     };
     (request, vec![Arc::clone(&ring.memory), Arc::clone(&ring.executor_bell)])

@@ -31,7 +31,9 @@ impl WorkerRing {
     pub(super) async fn open(control: &Control, grant: &Grant) -> Result<Self, Refusal> {
         let settings = &control.settings;
         let rows = u32::try_from(settings.limits.selected_max).unwrap_or(u32::MAX);
+        let lane_slots = if grant.version.has_lanes() { settings.lane_slots } else { 0 };
         let parameters = Parameters::for_rows(settings.session_slots, rows)
+            .and_then(|parameters| parameters.with_lanes(lane_slots))
             .map_err(|error| no_room(&error.to_string()))?;
         let identity = Identity { incarnation: control.incarnation, session: grant.id };
         let (memory, mapped) = SessionMemory::create(parameters, identity)

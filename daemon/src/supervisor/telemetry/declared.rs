@@ -158,6 +158,16 @@ pub(crate) const RINGS_BROKEN: Metric = counter(
     Unit::Count,
     "Rings of workers whose words made no sense: their sessions were ended.",
 );
+pub(crate) const LANES_FAILED: Metric = counter(
+    "statecopy_lanes_failed_total",
+    Unit::Count,
+    "Lanes of stream-ordered copies that were failed: a copy could not be made at its bell, and every wait was let go.",
+);
+pub(crate) const BELL_LOOKS: Metric = counter(
+    "statecopy_bell_looks_total",
+    Unit::Count,
+    "Short sleeps of the executor between two looks at the bells of lanes: what waiting for streams costs while nothing runs.",
+);
 
 pub(crate) const MACHINE_FINDING: Metric = gauge(
     "statecopy_machine_finding",
@@ -191,7 +201,7 @@ pub(crate) const DEVICE_ORDERED_COPY: Metric = gauge(
 );
 
 /// All of them.
-pub(crate) const METRICS: [Metric; 36] = [
+pub(crate) const METRICS: [Metric; 38] = [
     BUILD_INFO,
     UPTIME,
     READY,
@@ -228,4 +238,6 @@ pub(crate) const METRICS: [Metric; 36] = [
     DEVICE_CONNECTIONS,
     DEVICE_STREAM_OPERATIONS,
     DEVICE_ORDERED_COPY,
+    LANES_FAILED,
+    BELL_LOOKS,
 ];

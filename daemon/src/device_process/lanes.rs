@@ -1,0 +1,336 @@
+//! The lanes of one session: stream-ordered copies, from a worker's stream to the word that it waits for.
+//!
+//! ```text
+//! told ──check──> accepted ──the bell──> check again ──> running ──its stream wrote done──> settled
+//!   └──refused                                └──fault──> the lane is failed: every wait of it goes on, nothing moved
+//! ```
+//!
+//! Nothing of a request is given to the device before its bell: a stream that waited there would hold up other lanes, launches and
+//! frees. So an accepted request is a number in the session memory and nothing else; whoever dies, or changes what it names, is
+//! noticed at the bell. A request is checked twice, each time as a private copy.
+
+use std::sync::Arc;
+
+use statecopy_kernels::device::Device;
+use statecopy_proto::RefusalCode;
+use statecopy_session::layout::DESCRIPTOR_WORDS;
+use statecopy_session::{
+    Answer, CopyDescriptor, CopyRequest, Fault, LaneNumber, LaneTaker, MappedLane, MonotonicNs,
+    Moved, RingBroken, SessionMemory, Subject,
+};
+
+use crate::counters::{Counter, Counters};
+
+use super::checks::check;
+use super::copying::{Copied, Inline, Order, Progress, Running};
+use super::counts::RingCounts;
+use super::sessions::Sessions;
+use super::station::{DEATHS_MAX, Trouble, Turn};
+use super::table::SessionTable;
+
+/// What is written for a request that an earlier executor ran to its end, and could not say so: how many rows it moved is not known.
+const INHERITED: Answer =
+    Answer { result: Ok(Moved { rows_copied: 0, rows_masked: 0 }), executor_ns: 0 };
+
+/// A copy whose bell rang.
+#[derive(Debug)]
+struct Job<D: Device> {
+    lane: LaneNumber,
+    number: u64,
+    request: CopyRequest,
+    running: Running<D>,
+    begun: MonotonicNs,
+    /// It must have started then.
+    deadline: MonotonicNs,
+}
+
+/// The lanes of one session.
+#[derive(Debug)]
+pub(super) struct Lanes<D: Device> {
+    memory: SessionMemory,
+    words: D::Words,
+    takers: Box<[LaneTaker<MappedLane>]>,
+    /// A bit for each lane that may have something to take.
+    fresh: u64,
+    /// A bit for each lane with something accepted and not settled.
+    waiting: u64,
+    /// A bit for each lane with a job.
+    busy: u64,
+    /// Room for one of each lane.
+    jobs: Vec<Job<D>>,
+    /// The lane that is looked at first: each in turn.
+    first: u32,
+    counts: Arc<RingCounts>,
+}
+
+impl<D: Device> Lanes<D> {
+    /// The lanes of a fresh memory, or what a dead executor left of them.
+    pub(super) fn open(
+        memory: SessionMemory,
+        words: D::Words,
+        resumed: bool,
+        counts: Arc<RingCounts>,
+    ) -> Self {
+        let taker = |lane: LaneNumber| {
+            if !resumed {
+                return LaneTaker::new(memory.lane(lane));
+            }
+            let mut taker = LaneTaker::resume(memory.lane(lane), &INHERITED.to_words());
+            // A last write of the dead executor's device may have come after its waits were let go.
+            if let Ok(Some(failure)) = memory.failure(lane.pair()) {
+                taker.fail(&failure.to_words());
+            }
+            taker
+        };
+        let takers: Box<[_]> = LaneNumber::all().map(taker).collect();
+        let waiting = |taker: &LaneTaker<_>| taker.is_waiting();
+        let waiting = bits(takers.iter().map(waiting));
+        let jobs = Vec::with_capacity(takers.len());
+        let fresh = if resumed { u64::MAX } else { 0 };
+        Self { memory, words, takers, fresh, waiting, busy: 0, jobs, first: 0, counts }
+    }
+
+    /// Whether a copy runs.
+    pub(super) fn is_busy(&self) -> bool {
+        self.busy != 0
+    }
+
+    /// Whether a bell may ring: it wakes nobody, and is looked for.
+    pub(super) fn awaits_bell(&self) -> bool {
+        self.waiting != 0
+    }
+
+    /// Whether nothing runs and nothing is to be taken. After the fence of the ring's own hand-shake.
+    pub(super) fn may_sleep(&self) -> bool {
+        self.busy == 0 && self.fresh == 0 && !self.memory.has_fresh_lanes()
+    }
+
+    /// Takes at most one request, begins at most one whose bell rang, and moves what runs on by at most one launch. `paused`: only
+    /// what runs goes on. `closed`: what comes is refused.
+    ///
+    /// # Errors
+    /// [`Trouble`].
+    pub(super) fn turn(
+        &mut self,
+        launcher: &mut D::Launcher,
+        (sessions, table): (&Sessions<D>, Option<&Arc<SessionTable<D>>>),
+        counters: &Counters,
+        (paused, closed): (bool, bool),
+    ) -> Result<Turn, Trouble> {
+        let mut turn = self.step(launcher, counters)?;
+        if paused {
+            return Ok(turn);
+        }
+        self.fresh |= self.memory.take_fresh_lanes();
+        if self.fresh | self.waiting & !self.busy == 0 {
+            return Ok(turn);
+        }
+        let hook_epoch = sessions.look_for_hooks(launcher);
+        if self.fresh != 0 {
+            self.take(table, hook_epoch, counters, closed)?;
+            turn = Turn::Progressed;
+        }
+        if let Some(lane) = self.rung() {
+            self.begin(lane, table, hook_epoch, counters)?;
+            turn = Turn::Progressed;
+        }
+        Ok(turn)
+    }
+
+    /// Moves what runs on.
+    fn step(&mut self, launcher: &mut D::Launcher, counters: &Counters) -> Result<Turn, Trouble> {
+        let mut turn = Turn::Idle;
+        let mut at = 0;
+        while at < self.jobs.len() {
+            let job = &mut self.jobs[at];
+            let order = Order {
+                stream: job.lane.get(),
+                words: &self.words,
+                done_at: self.memory.parameters().done_at(job.lane.pair()),
+                done: job.number,
+            };
+            let inline = Inline::none();
+            let progress = job.running.step(launcher, inline, &job.request, Some(&order));
+            match progress.map_err(Trouble::Device)? {
+                Progress::Waiting if job.is_late() => {
+                    let late = job.late();
+                    self.end(at, Err(late), counters);
+                    return Ok(Turn::Progressed);
+                }
+                Progress::Waiting => turn = turn.max(Turn::Waiting),
+                Progress::MovedOn => return Ok(Turn::Progressed),
+                Progress::Done(copied) => {
+                    self.end(at, Ok(copied), counters);
+                    return Ok(Turn::Progressed);
+                }
+            }
+            at += 1;
+        }
+        Ok(turn)
+    }
+
+    /// Takes a request of the first lane that may have one, and says whether it is accepted.
+    fn take(
+        &mut self,
+        table: Option<&Arc<SessionTable<D>>>,
+        hook_epoch: u64,
+        counters: &Counters,
+        closed: bool,
+    ) -> Result<(), RingBroken> {
+        let lane = self.fresh.trailing_zeros();
+        let taker = &mut self.takers[index(lane)];
+        let mut words = [0; DESCRIPTOR_WORDS];
+        let Some(sequence) = taker.take(&mut words)? else {
+            self.fresh &= !(1 << lane);
+            return Ok(());
+        };
+        let acceptable = match (closed, taker.is_failed()) {
+            (true, _) => Err(Fault::of(RefusalCode::Draining)),
+            (_, true) => Err(Fault::of(RefusalCode::DeviceLost)),
+            _ => CopyDescriptor::from_words(words)
+                .parse_ordered()
+                .and_then(|request| {
+                    check(table.map(|table| &**table), &request, hook_epoch, MonotonicNs(0))
+                })
+                .map(drop),
+        };
+        match acceptable {
+            Ok(()) => {
+                taker.accept(sequence);
+                self.waiting |= 1 << lane;
+            }
+            Err(fault) => {
+                counters.add(Counter::Refusals(fault.code), 1);
+                self.counts.count(false);
+                taker.refuse(sequence, &refused(fault).to_words());
+            }
+        }
+        Ok(())
+    }
+
+    /// The next lane, in turn, whose worker's stream has reached its oldest request.
+    fn rung(&mut self) -> Option<LaneNumber> {
+        let mut left = (self.waiting & !self.busy).rotate_right(self.first);
+        while left != 0 {
+            let lane = (left.trailing_zeros() + self.first) % u64::BITS;
+            if self.takers[index(lane)].rung().is_some() {
+                self.first = (lane + 1) % u64::BITS;
+                return LaneNumber::new(lane);
+            }
+            left &= left - 1;
+        }
+        None
+    }
+
+    /// Begins the request whose bell rang, if it may still run.
+    fn begin(
+        &mut self,
+        lane: LaneNumber,
+        table: Option<&Arc<SessionTable<D>>>,
+        hook_epoch: u64,
+        counters: &Counters,
+    ) -> Result<(), RingBroken> {
+        let taker = &mut self.takers[index(lane.get())];
+        let Some(number) = taker.rung() else { return Ok(()) };
+        let mut words = [0; DESCRIPTOR_WORDS];
+        let deaths = taker.begin(&mut words)?;
+        let begun = MonotonicNs::now();
+        let descriptor = CopyDescriptor::from_words(words);
+        let running = descriptor.parse_ordered().and_then(|request| match deaths {
+            DEATHS_MAX.. => Err(Fault::of(RefusalCode::DeviceLost)),
+            _ => {
+                Running::check(table, &request, hook_epoch, begun).map(|running| (request, running))
+            }
+        });
+        match running {
+            Ok((request, running)) => {
+                // What an executor died under may have started: it must run again, however late.
+                let patience = if deaths > 0 { u64::MAX } else { descriptor.deadline_ns };
+                let deadline = MonotonicNs(begun.0.saturating_add(patience));
+                self.busy |= 1 << lane.get();
+                self.jobs.push(Job {
+                    lane,
+                    number: number.get(),
+                    request,
+                    running,
+                    begun,
+                    deadline,
+                });
+            }
+            Err(fault) => self.fail(lane, fault, counters),
+        }
+        Ok(())
+    }
+
+    /// A job is over.
+    fn end(&mut self, at: usize, result: Result<Copied, Fault>, counters: &Counters) {
+        let job = self.jobs.swap_remove(at);
+        self.busy &= !(1 << job.lane.get());
+        let copied = match result {
+            Ok(copied) => copied,
+            Err(fault) => return self.fail(job.lane, fault, counters),
+        };
+        let waited = MonotonicNs::now().since(job.begun).as_nanos();
+        let executor_ns = u64::try_from(waited).unwrap_or(u64::MAX);
+        copied.count(job.request.direction, executor_ns, counters);
+        self.counts.count(true);
+        let taker = &mut self.takers[index(job.lane.get())];
+        if copied.launches == 0 {
+            // No stream was asked for anything, and none of this lane has anything under way.
+            taker.settle_by_hand();
+        }
+        taker.finish(&Answer { result: Ok(copied.moved), executor_ns }.to_words());
+        self.note_waiting(job.lane);
+    }
+
+    /// Fails a lane of which nothing is under way.
+    fn fail(&mut self, lane: LaneNumber, fault: Fault, counters: &Counters) {
+        counters.add(Counter::Refusals(fault.code), 1);
+        counters.add(Counter::LanesFailed, 1);
+        self.counts.count(false);
+        let answer = refused(fault);
+        self.memory.write_failure(lane.pair(), &answer);
+        self.takers[index(lane.get())].fail(&answer.to_words());
+        self.note_waiting(lane);
+    }
+
+    fn note_waiting(&mut self, lane: LaneNumber) {
+        if !self.takers[index(lane.get())].is_waiting() {
+            self.waiting &= !(1 << lane.get());
+        }
+    }
+
+    /// The device failed. What it was given any of is lost: its rows are undefined. The rest is left to the next device process.
+    pub(super) fn lose(&mut self, counters: &Counters) {
+        let begun = |job: &Job<D>| job.running.has_begun();
+        while let Some(at) = self.jobs.iter().position(begun) {
+            self.end(at, Err(Subject::Device.fault(0, 0)), counters);
+        }
+    }
+}
+
+impl<D: Device> Job<D> {
+    fn is_late(&self) -> bool {
+        !self.running.has_begun() && MonotonicNs::now() >= self.deadline
+    }
+
+    fn late(&self) -> Fault {
+        let nanoseconds = |since: MonotonicNs| {
+            u64::try_from(since.since(self.begun).as_nanos()).unwrap_or(u64::MAX)
+        };
+        Subject::Deadline.fault(nanoseconds(MonotonicNs::now()), nanoseconds(self.deadline))
+    }
+}
+
+fn refused(fault: Fault) -> Answer {
+    Answer { result: Err(fault), executor_ns: 0 }
+}
+
+/// The first bit for the first.
+fn bits(each: impl Iterator<Item = bool>) -> u64 {
+    each.enumerate().fold(0, |bits, (at, bit)| bits | u64::from(bit) << at)
+}
+
+fn index(lane: u32) -> usize {
+    usize::try_from(lane).unwrap_or(usize::MAX)
+}
