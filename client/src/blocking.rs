@@ -16,7 +16,11 @@ use statecopy_kernels::device::Moved;
 use statecopy_proto::{Direction, v1};
 use tokio::runtime::{Builder, Runtime};
 
+use crate::attempt::{Attempts, Effect};
+use crate::call::Call;
 use crate::error::Error;
+use crate::lanes::StreamLane;
+use crate::link::Link;
 use crate::lock::lock;
 use crate::{
     Address, ConnectOptions, Event, Layer, Memory, PlannedCopy, Progress, Rebind, Region,
@@ -196,6 +200,20 @@ impl Client {
     /// As there.
     pub fn release_region(&self, region: Region) -> Result<(), Error> {
         self.driver.drive(self.client.release_region(region))
+    }
+
+    /// Opens a lane: an ordered sequence of copies that the host does not wait for, for one stream of the worker.
+    ///
+    /// # Errors
+    /// QUOTA_EXCEEDED when every lane of the session is open, VERSION_MISMATCH where the session has none; when there is no daemon.
+    pub fn open_lane(&self) -> Result<StreamLane, Error> {
+        StreamLane::open(self)
+    }
+
+    /// The link that lives, or a new one.
+    pub(crate) fn link(&self, call: Call) -> Result<Arc<Link>, Error> {
+        let attempts = Attempts::new(&self.client.shared, call, Effect::Session);
+        copies::link(&attempts, &self.driver)
     }
 
     /// Whether a copy may still run though nobody waits for it. See [`crate::Client::has_stray_copies`].

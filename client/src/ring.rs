@@ -32,6 +32,7 @@ use tokio::time::timeout;
 
 use crate::call::{Call, Failure};
 use crate::error::ProtocolError;
+use crate::lanes::Lanes;
 use crate::lock::lock;
 use crate::socket::{DescriptorSocket, RingDescriptors, Silence};
 use crate::transport::ResolvedCopy;
@@ -50,6 +51,8 @@ const SLICE: Duration = Duration::from_millis(20);
 pub(crate) struct RingCopies {
     ring: Arc<Ring>,
     completing: Mutex<Option<JoinHandle<()>>>,
+    /// `None` where the daemon is too old for them.
+    lanes: Option<Arc<Lanes>>,
 }
 
 /// What everybody who has a copy in flight shares.
@@ -102,6 +105,14 @@ impl RingCopies {
         let clock = DaemonClock::new(descriptors.asked_at, memory.made_at(), MonotonicNs::now());
         let bell = Doorbell::from_fd(descriptors.executor_bell)
             .map_err(|error| unusable(error.to_string()))?;
+        let lanes = match memory.parameters().lane_slots() {
+            0 => None,
+            _ => {
+                let bell = bell.try_clone().map_err(|error| unusable(error.to_string()))?;
+                let socket = Arc::clone(&socket);
+                Some(Arc::new(Lanes::new(memory.clone(), bell, identity.session, socket)))
+            }
+        };
         let submitter = memory.submitter(bell);
         let watch = submitter.watch();
         let state = State::new(submitter, memory.parameters(), identity.session, clock);
@@ -114,7 +125,12 @@ impl RingCopies {
             spin: Spin::new(spin, cpus_allowed()),
             socket,
         };
-        Ok(Self { ring: Arc::new(ring), completing: Mutex::default() })
+        Ok(Self { ring: Arc::new(ring), completing: Mutex::default(), lanes })
+    }
+
+    /// The lanes of the session memory.
+    pub(crate) fn lanes(&self) -> Option<&Arc<Lanes>> {
+        self.lanes.as_ref()
     }
 
     /// Copies that may be in flight at once.

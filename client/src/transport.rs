@@ -10,8 +10,9 @@ use std::time::Duration;
 use statecopy_kernels::device::Moved;
 use statecopy_proto::{
     BindingId, DataType, Direction, IndexWidth, Lane, MESSAGE_BYTES_MAX, Refusal, RegionId,
-    SignatureHash, v1,
+    SessionId, SignatureHash, v1,
 };
+use statecopy_session::{CopyRequest, FlagSource, IndexSource, Indices, MonotonicNs, Packed};
 use tonic::transport::Channel;
 use v1::copy_service_client::CopyServiceClient;
 
@@ -137,6 +138,44 @@ async fn copy_many_on(
         answers[at] = Some(each(flight.wait(whole).await)?);
     }
     Ok(answers.into_iter().flatten().collect())
+}
+
+impl ResolvedCopy<'_> {
+    /// The copy as a session memory carries it, with no deadline.
+    pub(crate) fn request(&self, session: SessionId) -> CopyRequest {
+        let (width, source) = match self.indices {
+            ResolvedIndices::Int32(_) => (IndexWidth::Int32, IndexSource::Inline),
+            ResolvedIndices::Int64(_) => (IndexWidth::Int64, IndexSource::Inline),
+            ResolvedIndices::Shared(width, at) => {
+                (width, IndexSource::Shared { region: at.region, offset: at.offset })
+            }
+        };
+        let flags = match &self.flags {
+            ResolvedFlags::None => FlagSource::None,
+            ResolvedFlags::Inline(_) => FlagSource::Inline,
+            ResolvedFlags::Shared(at) => {
+                FlagSource::Shared { region: at.region, offset: at.offset }
+            }
+        };
+        CopyRequest {
+            session,
+            binding: self.binding,
+            signature: self.signature,
+            direction: self.direction,
+            selected: self.selected,
+            packed: Packed {
+                region: self.packed.region,
+                offset: self.packed.offset,
+                bytes: self.packed_bytes,
+                dtype: self.packed_dtype.number(),
+            },
+            indices: Indices { width, source },
+            flags,
+            lane: self.lane,
+            deadline: MonotonicNs::NEVER,
+            submitted_at: MonotonicNs(0),
+        }
+    }
 }
 
 /// A refusal is one copy's; any other failure is all copies'.

@@ -23,7 +23,7 @@ use crate::{Plan, PlannedCopy, Request};
 use super::Driver;
 
 /// A live link: the one that is there, or a new one, for which the runtime is driven.
-fn link(attempts: &Attempts<'_>, driver: &Driver) -> Result<Arc<Link>, Error> {
+pub(super) fn link(attempts: &Attempts<'_>, driver: &Driver) -> Result<Arc<Link>, Error> {
     match attempts.live_link()? {
         Some(link) => Ok(link),
         None => driver.drive(attempts.link()),

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use statecopy_kernels::device::Moved;
-use statecopy_proto::{IndexWidth, Refusal, RefusalCode, SessionId};
+use statecopy_proto::{Refusal, RefusalCode, SessionId};
 use statecopy_session::{
-    CopyRequest, DaemonClock, FlagSource, IndexSource, Indices, MonotonicNs, Packed, Parameters,
-    PollError, Progress, Sequence, Subject, SubmitError, Submitter,
+    CopyRequest, DaemonClock, MonotonicNs, Parameters, PollError, Progress, Sequence, Subject,
+    SubmitError, Submitter,
 };
 use tokio::sync::oneshot;
 use zerocopy::IntoBytes;
@@ -147,20 +147,6 @@ impl State {
     }
 
     fn request(&self, copy: &ResolvedCopy<'_>) -> CopyRequest {
-        let (width, source) = match copy.indices {
-            ResolvedIndices::Int32(_) => (IndexWidth::Int32, IndexSource::Inline),
-            ResolvedIndices::Int64(_) => (IndexWidth::Int64, IndexSource::Inline),
-            ResolvedIndices::Shared(width, at) => {
-                (width, IndexSource::Shared { region: at.region, offset: at.offset })
-            }
-        };
-        let flags = match &copy.flags {
-            ResolvedFlags::None => FlagSource::None,
-            ResolvedFlags::Inline(_) => FlagSource::Inline,
-            ResolvedFlags::Shared(at) => {
-                FlagSource::Shared { region: at.region, offset: at.offset }
-            }
-        };
         // What moves nothing is never late. A precise clock would cost a small copy more than a deadline is worth to it.
         let (submitted_at, deadline) = if copy.selected == 0 {
             (MonotonicNs(0), MonotonicNs::NEVER)
@@ -168,24 +154,7 @@ impl State {
             let now = self.clock.at(MonotonicNs::coarse());
             (now, now.after(copy.deadline.saturating_add(self.tick)))
         };
-        CopyRequest {
-            session: self.session,
-            binding: copy.binding,
-            signature: copy.signature,
-            direction: copy.direction,
-            selected: copy.selected,
-            packed: Packed {
-                region: copy.packed.region,
-                offset: copy.packed.offset,
-                bytes: copy.packed_bytes,
-                dtype: copy.packed_dtype.number(),
-            },
-            indices: Indices { width, source },
-            flags,
-            lane: copy.lane,
-            deadline,
-            submitted_at,
-        }
+        CopyRequest { deadline, submitted_at, ..copy.request(self.session) }
     }
 
     /// The outcome of a copy, once it is answered; its slot is free then. `None` before, and for one that was taken before.

@@ -101,6 +101,17 @@ impl<W: LaneWords> LaneSubmitter<W> {
         Self { words, slots, published: 0, settled: 0 }
     }
 
+    /// The submitter that follows an earlier one of the same memory, all of whose requests are settled.
+    ///
+    /// # Panics
+    /// When they are not.
+    pub fn resume(words: W) -> Self {
+        let published = words.submitted().load_relaxed();
+        let last = (published > 0).then(|| phase_of(&words, Sequence::of(published)));
+        assert!(matches!(last, None | Some(Ok(LanePhase::Settled))), "the lane is at rest");
+        Self { published, settled: published, ..Self::new(words) }
+    }
+
     /// Where the words live.
     pub fn words(&self) -> &W {
         &self.words
@@ -158,6 +169,11 @@ impl<W: LaneWords> LaneSubmitter<W> {
     /// Copies out the answer of a settled request.
     pub fn read_answer(&self, sequence: Sequence, answer: &mut [u64]) {
         self.words.read_answer(sequence.slot(self.slots), answer);
+    }
+
+    /// Up to here everything was settled when [`LaneSubmitter::place`] last looked.
+    pub fn settled(&self) -> u64 {
+        self.settled
     }
 
     /// The last request that was published.
