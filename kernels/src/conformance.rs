@@ -20,7 +20,9 @@ use std::time::{Duration, Instant};
 
 use statecopy_proto::{DataType, Direction, IndexWidth, PlanKind};
 
-use crate::device::{Device, Flags, Indices, Launch, Launcher as _, Moved, Slice, Ticket};
+use crate::device::{
+    Device, DeviceFault, Flags, Indices, Launch, Launcher as _, Moved, Slice, Ticket,
+};
 use crate::layout::{CacheLayout, Placement};
 use crate::plan::{self, KernelClass};
 use crate::reference;
@@ -305,6 +307,17 @@ impl<'a, T: DeviceUnderTest> Bench<'a, T> {
         case: &Case,
         part: Range<u64>,
     ) -> Ticket {
+        self.launch_by(direction, case, part, |launch| launcher.launch(launch))
+    }
+
+    /// Makes a launch, to be started in some way.
+    pub(crate) fn launch_by(
+        &self,
+        direction: Direction,
+        case: &Case,
+        part: Range<u64>,
+        start: impl FnOnce(&Launch<'_, T::Device>) -> Result<Ticket, DeviceFault>,
+    ) -> Ticket {
         let narrow: Vec<i32> = match case.width {
             IndexWidth::Int32 => {
                 case.indices.iter().map(|it| (*it).try_into().expect("it is an INT32")).collect()
@@ -328,19 +341,18 @@ impl<'a, T: DeviceUnderTest> Bench<'a, T> {
             Some(flags) => Flags::Inline(flags),
         };
         let packed = Slice::new(&self.packed.region, PACKED_AT, self.packed.bytes);
-        launcher
-            .launch(&Launch {
-                kind: self.kind,
-                variants: &self.variants,
-                caches: &self.caches,
-                direction,
-                selected: case.selected(),
-                indices,
-                flags,
-                packed: packed.expect("packed fits"),
-                part,
-            })
-            .expect("the device works")
+        let launch = Launch {
+            kind: self.kind,
+            variants: &self.variants,
+            caches: &self.caches,
+            direction,
+            selected: case.selected(),
+            indices,
+            flags,
+            packed: packed.expect("packed fits"),
+            part,
+        };
+        start(&launch).expect("the device works")
     }
 
     fn share_inputs(&self, case: &Case, narrow: &[i32]) {

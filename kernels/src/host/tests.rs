@@ -9,8 +9,9 @@ use statecopy_proto::{Direction, IndexWidth, PlanKind};
 
 use super::*;
 use crate::conformance::{self, Bench, Case, DeviceUnderTest};
-use crate::device::{Flags, Indices, Launch, Launcher as _, Moved, Region as _, Slice};
+use crate::device::{Flags, Indices, Launch, Launcher as _, Moved, Region as _, Signal, Slice};
 use crate::plan::{self, Variant};
+use crate::sync::Ordering;
 
 /// The host, opened in one of its ways.
 struct HostUnderTest(HostDevice);
@@ -276,6 +277,30 @@ fn helpers_that_sleep_wake_and_are_called_off_leave_every_byte_right() {
                 conformance::assert_bytes(&gathered, &expected, || format!("{payload}, {spin:?}"));
             }
         }
+    }
+}
+
+#[test]
+fn a_launch_in_order_writes_its_signal_and_no_other_word() {
+    let under_test = HostUnderTest::open(RowCopies::Native, 1);
+    let mapping = Arc::new(SealedMemory::create("test", 4096).unwrap().map().unwrap());
+    let shared = under_test.0.share_words(&mapping, 1024..2048).unwrap();
+    let word = |at| mapping.atomic_u64(at).unwrap().load(Ordering::Acquire);
+    let case = Case::new(conformance::cache(DataType::UInt8, 4, 8, 8), &[1]);
+    let bench = Bench::new(&under_test, PlanKind::ByteCopy, &case);
+    let mut launcher = under_test.0.launcher().unwrap();
+    for (rows, value) in [(1, 7), (0, 8)] {
+        let signal = Signal { words: &shared, offset: 1152, value };
+        let ticket = bench.launch_by(Direction::Gather, &case, 0..rows, |launch| {
+            launcher.launch_in_order(launch, 40, Some(signal))
+        });
+        assert_eq!((word(1144), word(1152), word(1160)), (0, value, 0));
+        let moved = launcher.poll(ticket).unwrap().unwrap();
+        assert_eq!(moved.copied + moved.masked, rows);
+    }
+    for range in [4088..4104, 64..64] {
+        let refusal = under_test.0.share_words(&mapping, range).map(drop).unwrap_err();
+        assert_eq!(refusal.code(), RefusalCode::PrepareFailed);
     }
 }
 
