@@ -365,16 +365,19 @@ impl Regions {
     }
 
     fn look(&self, address: u64, bytes: u64, keeps: Keeps) -> Result<Slice, Missing> {
-        let (looked, frozen) = {
-            let mut table = lock(&self.table);
-            (table.look(address, bytes, keeps), table.frozen)
-        };
-        match looked {
-            Looked::Found(slice) => return Ok(slice),
-            Looked::Replaced(region) => release_regions(&self.client, vec![region]),
-            Looked::Unknown => {}
+        loop {
+            let (looked, frozen) = {
+                let mut table = lock(&self.table);
+                (table.look(address, bytes, keeps), table.frozen)
+            };
+            match looked {
+                Looked::Found(slice) => return Ok(slice),
+                // Another region may hold the memory that is there now.
+                Looked::Replaced(region) => release_regions(&self.client, vec![region]),
+                Looked::Unknown if frozen => return Err(Missing::Frozen),
+                Looked::Unknown => return Err(Missing::Unknown),
+            }
         }
-        Err(if frozen { Missing::Frozen } else { Missing::Unknown })
     }
 
     /// Registers; where the daemon takes no more regions, after everything else was let go, or not at all.

@@ -11,11 +11,11 @@
 //! ```
 //!
 //! Several copies of one graph use one pair, each by a slot number of its own: the graph orders them. A pair serves one graph, and
-//! in it one stream: two that shook at once would each take the other's answer. Waits test bits, so [`FREED`](crate::lane::FREED)
+//! in it one stream: two that shook at once would each take the other's answer. Waits test bits, so [`FREED`]
 //! lets all of them go on.
 //!
 //! Both words together tell an executor that takes over where the dead one stood: `bell = slot` with IDLE was not begun, with
-//! DONE is done, with neither was begun once ([`BEGUN`]) or twice ([`BEGUN_AGAIN`]).
+//! DONE is done, with neither was begun once (0) or twice (4).
 
 use crate::lane::FREED;
 use crate::sync::Word64;
