@@ -68,6 +68,11 @@ struct Idling {
 }
 
 impl Idling {
+    /// One look, and no spinning, before the next sleep.
+    fn look_once(&mut self) {
+        self.looks = LOOKS - 1;
+    }
+
     /// Counts a look that found nothing; whether to look again before sleeping.
     fn may_spin(&mut self, waiting: Waiting) -> bool {
         self.looks = (self.looks + 1) % LOOKS;
@@ -84,6 +89,15 @@ impl Idling {
         let now = Instant::now();
         now.duration_since(*self.since.get_or_insert(now)) < spin
     }
+}
+
+/// Why a sleep ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Woken {
+    /// A doorbell rang, there was no sleep, or there was time enough for anything to come.
+    ForSomething,
+    /// It is time to look at the bells of lanes again.
+    ToLook,
 }
 
 /// The longest sleep between two looks at bells: a device's write wakes no CPU.
@@ -308,8 +322,10 @@ impl<D: Device> Executor<D> {
                     if idle.may_spin(self.waiting) {
                         std::hint::spin_loop();
                     } else {
-                        self.sleep();
-                        idle = Idling::default();
+                        match self.sleep() {
+                            Woken::ForSomething => idle = Idling::default(),
+                            Woken::ToLook => idle.look_once(),
+                        }
                     }
                 }
             }
@@ -446,7 +462,7 @@ impl<D: Device> Executor<D> {
     }
 
     /// Sleeps until a doorbell rings, or it is time to look at the bells of lanes, or to ask whether the device lives.
-    fn sleep_on_bells(&mut self) {
+    fn sleep_on_bells(&mut self) -> Woken {
         let mut rung = false;
         let look = self.stations.iter().any(|(station, _)| station.awaits_bell());
         let pause = look.then(|| self.pause.next());
@@ -461,6 +477,7 @@ impl<D: Device> Executor<D> {
         {
             self.give_up(&fault);
         }
+        if look && !rung { Woken::ToLook } else { Woken::ForSomething }
     }
 
     /// Whether to ask now: after each sleep of that length, or once in so long where sleeps are short.
@@ -476,18 +493,17 @@ impl<D: Device> Executor<D> {
 
     /// Sleeps until a ring or a command comes. A command always rings, and so does whoever submits after the rings were told
     /// of the sleep: none is missed between the look and the sleep.
-    fn sleep(&mut self) {
+    fn sleep(&mut self) -> Woken {
         self.export.publish(&self.counters);
         let idle = self.stations.iter_mut().all(|(station, _)| station.prepare_sleep());
-        if idle {
-            self.sleep_on_bells();
-        }
+        let woken = if idle { self.sleep_on_bells() } else { Woken::ForSomething };
         for (station, bell) in &mut self.stations {
             station.cancel_sleep();
             if idle {
                 bell.clear().ok();
             }
         }
+        woken
     }
 }
 
