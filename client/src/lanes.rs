@@ -54,7 +54,9 @@ pub(crate) struct Lanes {
     open: Mutex<u64>,
     /// Why nothing is run any more.
     silence: OnceLock<Silence>,
-    watched: OnceLock<()>,
+    watched: Mutex<bool>,
+    /// What copies touch that nobody waits for any more: kept until the session's end.
+    kept: Mutex<Vec<Held>>,
     /// Notified at the end.
     end: Arc<(Mutex<bool>, Condvar)>,
 }
@@ -73,7 +75,8 @@ impl Lanes {
             socket,
             open: Mutex::default(),
             silence: OnceLock::new(),
-            watched: OnceLock::new(),
+            watched: Mutex::default(),
+            kept: Mutex::default(),
             end: Arc::default(),
         }
     }
@@ -98,18 +101,28 @@ impl Lanes {
 
     /// Has a thread look whether the daemon lives, from the first lane on: a stream that waits for it cannot.
     fn watch(lanes: &Arc<Self>) -> Result<(), Error> {
-        let mut started = Ok(());
-        lanes.watched.get_or_init(|| {
+        let mut watched = lock(&lanes.watched);
+        if !*watched {
             let (weak, end) = (Arc::downgrade(lanes), Arc::clone(&lanes.end));
             let thread = thread::Builder::new().name("statecopy-lanes".to_owned());
-            started = thread.spawn(move || watch(&weak, &end)).map(drop).map_err(Error::Runtime);
-        });
-        started
+            thread.spawn(move || watch(&weak, &end)).map_err(Error::Runtime)?;
+            *watched = true;
+        }
+        Ok(())
+    }
+
+    /// Whether a copy of an open lane is not over.
+    pub(crate) fn has_unsettled(&self) -> bool {
+        let open = *lock(&self.open);
+        LaneNumber::all().filter(|lane| open >> lane.get() & 1 == 1).any(|lane| {
+            let words = self.memory.lane(lane);
+            let last = Sequence::new(words.submitted().load_relaxed());
+            last.is_some_and(|last| phase_of(&words, last) != Ok(LanePhase::Settled))
+        })
     }
 
     /// Lets every wait of every open lane go on. The executor's process is known dead, or never writes for this session again.
-    fn free(&self, silence: Silence) {
-        self.silence.get_or_init(|| silence);
+    fn free(&self) {
         let open = *lock(&self.open);
         for lane in LaneNumber::all().filter(|lane| open >> lane.get() & 1 == 1) {
             // SYNC: the worker's stream waits for it; the silence is seen by who sees it.
@@ -120,6 +133,8 @@ impl Lanes {
 
 impl Drop for Lanes {
     fn drop(&mut self) {
+        // A stream may still wait for what is never run now.
+        self.free();
         *lock(&self.end.0) = true;
         self.end.1.notify_all();
     }
@@ -134,7 +149,8 @@ fn watch(lanes: &Weak<Lanes>, (ended, end): &(Mutex<bool>, Condvar)) {
         // Not held while the lanes are let go: their end takes it.
         drop(over);
         if let Some(silence) = lanes.socket.silence() {
-            lanes.free(silence);
+            lanes.silence.get_or_init(|| silence);
+            lanes.free();
         }
         drop(lanes);
         over = lock(ended);
@@ -153,6 +169,8 @@ pub struct StreamLane {
     /// The memory of copies that may not be done.
     held: VecDeque<(Sequence, Held)>,
     client: blocking::Client,
+    /// A request was never said to be accepted or refused. It may be accepted yet, and the next bell would ring it, too.
+    unsure: bool,
 }
 
 /// A copy that was accepted, and runs once its bell rings.
@@ -188,7 +206,9 @@ impl StreamLane {
         Lanes::watch(&lanes)?;
         let number = lanes.take().map_err(|refusal| failed(refusal.into()))?;
         let submitter = LaneSubmitter::resume(lanes.memory.lane(number));
-        Ok(Self { lanes, number, submitter, held: VecDeque::new(), client: client.clone() })
+        let submitter = submitter.map_err(|error| failed(broken(error)))?;
+        let (held, client) = (VecDeque::new(), client.clone());
+        Ok(Self { lanes, number, submitter, held, client, unsure: false })
     }
 
     /// The shared memory that the words of [`Ordered`] are offsets of, and the range that all such words lie in.
@@ -241,8 +261,9 @@ impl StreamLane {
             self.lanes.bell.ring();
         }
         self.held.push_back((sequence, std::mem::take(&mut copy.held)));
-        self.checked(sequence, call)?;
-        Ok(sequence)
+        let checked = self.checked(sequence, call);
+        self.unsure = matches!(checked, Err(Failure::Unanswered));
+        checked.map(|()| sequence)
     }
 
     fn is_of(&self, link: &Link) -> bool {
@@ -313,6 +334,9 @@ impl StreamLane {
     }
 
     fn sound(&self) -> Result<(), Failure> {
+        if self.unsure {
+            return Err(unsure().into());
+        }
         if self.submitter.words().done().load_acquire() != FREED {
             return Ok(());
         }
@@ -344,6 +368,8 @@ impl Drop for StreamLane {
             && self.sound().is_ok()
         {
             self.lanes.give_back(self.number);
+        } else {
+            lock(&self.lanes.kept).extend(self.held.drain(..).map(|(_, held)| held));
         }
     }
 }
@@ -377,11 +403,11 @@ impl Ordered<'_> {
     /// DEADLINE_EXCEEDED when it is not within that time; it may be done later. What [`StreamLane::check`] says.
     pub fn wait(&self, timeout: Duration) -> Result<(), Error> {
         let words = self.lane.submitter.words();
-        let until = Instant::now() + timeout;
+        let until = Instant::now().checked_add(timeout);
         let mut waiting = Waiting::default();
         // SYNC: acquires the rows that the copy wrote.
         while words.done().load_acquire() < self.sequence.get() {
-            if Instant::now() >= until {
+            if until.is_some_and(|until| Instant::now() >= until) {
                 let sentence = format!("The copy was not done within {timeout:?}");
                 return Err(Refusal::new(RefusalCode::DeadlineExceeded, sentence).into());
             }
@@ -417,6 +443,13 @@ fn no_lanes() -> Refusal {
     Refusal::new(RefusalCode::VersionMismatch, sentence)
         .about("lane")
         .remedied_by("Connect with transport \"ring\" to a daemon of this version.")
+}
+
+fn unsure() -> Refusal {
+    let sentence = "A request of the lane was not looked at within its deadline: it may be accepted yet, and would run at the next bell";
+    Refusal::new(RefusalCode::DeadlineExceeded, sentence)
+        .about("lane")
+        .remedied_by("Open another lane for the stream.")
 }
 
 fn full(slots: u64) -> Refusal {

@@ -140,12 +140,16 @@ impl RingCopies {
 
     /// Whether a copy was not answered yet, whoever waits for it.
     pub(crate) fn has_unanswered(&self) -> bool {
-        lock(&self.ring.state).has_unanswered()
+        lock(&self.ring.state).has_unanswered() || self.has_unsettled_lanes()
     }
 
     /// Whether a copy that nobody waits for any more was not answered yet.
     pub(crate) fn has_given_up(&self) -> bool {
-        lock(&self.ring.state).has_given_up()
+        lock(&self.ring.state).has_given_up() || self.has_unsettled_lanes()
+    }
+
+    fn has_unsettled_lanes(&self) -> bool {
+        self.lanes.as_ref().is_some_and(|lanes| lanes.has_unsettled())
     }
 
     /// Submits a copy for this thread, if there is a place.

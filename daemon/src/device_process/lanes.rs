@@ -95,6 +95,11 @@ impl<D: Device> Lanes<D> {
         self.busy != 0
     }
 
+    /// Whether a copy runs, or would if it were looked for.
+    pub(super) fn is_due(&self) -> bool {
+        self.busy != 0 || self.takers.iter().any(|taker| taker.rung().is_some())
+    }
+
     /// Whether a bell may ring: it wakes nobody, and is looked for.
     pub(super) fn awaits_bell(&self) -> bool {
         self.waiting != 0
@@ -264,7 +269,8 @@ impl<D: Device> Lanes<D> {
 
     /// A job is over.
     fn end(&mut self, at: usize, result: Result<Copied, Fault>, counters: &Counters) {
-        let job = self.jobs.swap_remove(at);
+        // In the order in which they began: none is passed over for ever.
+        let job = self.jobs.remove(at);
         self.busy &= !(1 << job.lane.get());
         let copied = match result {
             Ok(copied) => copied,

@@ -148,7 +148,8 @@ impl<D: Device> Station<D> {
         self.lanes.as_ref().is_some_and(Lanes::awaits_bell)
     }
 
-    /// The daemon drains: what was submitted is served, what comes later is DRAINING. True once nothing is left to serve.
+    /// The daemon drains: what was submitted is served, what comes later is DRAINING. True once nothing is left to serve; what was
+    /// accepted and not rung moved nothing, and its stream may never come.
     /// The supervisor's own ring is never closed: the supervisor refuses by itself.
     pub(super) fn close(&mut self) -> bool {
         if self.scope == Scope::Supervisor || self.health != Health::Sound {
@@ -157,7 +158,8 @@ impl<D: Device> Station<D> {
         if self.closing == Closing::Open {
             self.closing = Closing::Emptying(self.ring.parameters().slots());
         }
-        self.closing == Closing::Closed && self.job.is_none() && !self.awaits_bell()
+        let lanes_rest = self.lanes.as_ref().is_none_or(|lanes| !lanes.is_due());
+        self.closing == Closing::Closed && self.job.is_none() && lanes_rest
     }
 
     /// Takes new buffers for inline indices and flags; gives the old ones back.
@@ -198,10 +200,8 @@ impl<D: Device> Station<D> {
         let (Some(lanes), Scope::Session(session)) = (&mut self.lanes, self.scope) else {
             return Ok(Turn::Idle);
         };
-        if self.health != Health::Sound {
-            return Ok(Turn::Idle);
-        }
-        let how = (paused, self.closing != Closing::Open);
+        // What runs goes on to its end, whatever became of the words: the session's own end waits for it.
+        let how = (paused || self.health != Health::Sound, self.closing != Closing::Open);
         let turn = lanes.turn(launcher, (sessions, sessions.table(session)), counters, how);
         if let Err(Trouble::Ring(broken)) = turn {
             self.health = Health::Broken(broken);

@@ -103,13 +103,18 @@ impl<W: LaneWords> LaneSubmitter<W> {
 
     /// The submitter that follows an earlier one of the same memory, all of whose requests are settled.
     ///
-    /// # Panics
-    /// When they are not.
-    pub fn resume(words: W) -> Self {
+    /// # Errors
+    /// [`StateBroken`] when they are not.
+    pub fn resume(words: W) -> Result<Self, StateBroken> {
         let published = words.submitted().load_relaxed();
-        let last = (published > 0).then(|| phase_of(&words, Sequence::of(published)));
-        assert!(matches!(last, None | Some(Ok(LanePhase::Settled))), "the lane is at rest");
-        Self { published, settled: published, ..Self::new(words) }
+        if published > 0 {
+            let last = Sequence::of(published);
+            if phase_of(&words, last)? != LanePhase::Settled {
+                let found = words.state(last.slot(words.slots())).load_relaxed();
+                return Err(StateBroken { sequence: published, found });
+            }
+        }
+        Ok(Self { published, settled: published, ..Self::new(words) })
     }
 
     /// Where the words live.

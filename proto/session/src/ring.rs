@@ -71,6 +71,12 @@ impl Sequence {
         self.0
     }
 
+    /// The request of that number; none is 0.
+    #[must_use]
+    pub fn new(number: u64) -> Option<Self> {
+        (number > 0).then_some(Self(number))
+    }
+
     /// The request of that number, which is not 0.
     pub(crate) fn of(number: u64) -> Self {
         Self(number)

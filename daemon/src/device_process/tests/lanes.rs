@@ -269,18 +269,44 @@ fn a_request_of_nothing_still_lets_its_stream_go_on() {
 }
 
 #[test]
-fn a_drain_serves_what_was_accepted_and_refuses_what_comes() {
+fn a_drain_serves_what_was_rung_refuses_what_comes_and_waits_for_no_stream() {
     let mut worker = Worker::new();
     worker.order(0, &worker.gather(1), NEVER).unwrap();
-    let memory = worker.memory.clone();
-    let stream = thread::spawn(move || {
-        let at = memory.parameters().bell_at(LaneNumber::new(0).unwrap().pair());
-        memory.mapping().atomic_u64(at).unwrap().store(1, Ordering::Release);
-    });
+    worker.order(1, &worker.gather(2), NEVER).unwrap();
+    worker.ring(0, 1);
     worker.rig.preparer.drain().unwrap();
-    stream.join().unwrap();
     assert_eq!(worker.done(0), 1);
     assert_eq!(worker.order(0, &worker.gather(2), NEVER), Err(RefusalCode::Draining));
+}
+
+#[test]
+fn a_lane_that_breaks_while_another_of_its_session_copies_ends_the_session_and_nothing_else() {
+    let mut worker = Worker::new();
+    // Many launches: the words break in the middle of them.
+    let selected = registration().layers[0].max_selected;
+    for slot in 0..selected {
+        worker.rig.packed.write(INDICES_AT + slot * 4, &1_i32.to_ne_bytes()).unwrap();
+    }
+    let mut request = worker.gather(0);
+    request.selected = selected;
+    request.packed.bytes = selected * PAYLOAD * 4;
+    for round in 1..=100 {
+        worker.order(0, &request, NEVER).unwrap();
+        if round == 100 {
+            let broken = LaneNumber::new(7).unwrap();
+            let at = worker.memory.parameters().bell_at(broken.pair()) + 2 * 128;
+            worker.memory.mapping().atomic_u64(at).unwrap().store(NEVER, Ordering::Release);
+            worker.ring(0, round);
+            let fresh = worker.memory.mapping().atomic_u64(layout::LANES_FRESH).unwrap();
+            fresh.store(1 << 7, Ordering::Release);
+            worker.bell.ring();
+        } else {
+            worker.ring(0, round);
+            worker.wait(0, round);
+        }
+    }
+    worker.rig.preparer.close_session(WORKER).unwrap();
+    let (_memory, _ring) = open_ring(&mut worker.rig, SessionId(2));
 }
 
 #[test]

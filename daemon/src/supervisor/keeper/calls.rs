@@ -287,7 +287,8 @@ pub(super) struct Replayed {
     pub(super) refused: Vec<(SessionId, Refusal)>,
     /// Regions whose memory is gone; layers in them sleep.
     pub(super) lost: Vec<(SessionId, RegionId, Refusal)>,
-    /// Rings that broke while no device process looked at them, and what was found. It serves the others all the same.
+    /// Rings that broke while no device process looked at them, or that this one cannot serve, and why. It serves the others all
+    /// the same.
     pub(super) broken: Vec<(SessionId, String)>,
 }
 
@@ -299,9 +300,10 @@ pub(super) async fn replay(
     let mut replayed = Replayed::default();
     for (session, messages) in requests {
         let id = process.next_id();
-        let region = match messages.first() {
-            Some((Request::ImportRegion { region, .. }, _)) => Some(*region),
-            _ => None,
+        let (region, opens) = match messages.first() {
+            Some((Request::ImportRegion { region, .. }, _)) => (Some(*region), false),
+            Some((Request::OpenSession { .. }, _)) => (None, true),
+            _ => (None, false),
         };
         let mut call = Call { parts: messages.into(), ..Call::of(None, true) };
         loop {
@@ -322,6 +324,10 @@ pub(super) async fn replay(
         }
         match (call.heard.refused, region) {
             (Some(refusal), Some(region)) => replayed.lost.push((session, region, refusal)),
+            // Nobody serves it: its worker must hear of it, or waits for ever.
+            (Some(refusal), None) if opens => {
+                replayed.broken.push((session, refusal.sentence().to_owned()));
+            }
             (Some(refusal), None) => replayed.refused.push((session, refusal)),
             (None, _) => {}
         }
