@@ -7,6 +7,9 @@
 //! Copies go over the session's ring, in memory shared with the daemon: in steady state without a system call. gRPC carries
 //! them where the daemon serves no ring, or where [`ConnectOptions::transport`] says so.
 //!
+//! A worker whose work is queued on streams need not wait for a copy: [`blocking::Client::open_lane`] gives a [`StreamLane`], whose
+//! copies take their places in the stream by two words of memory that is shared with the daemon.
+//!
 //! Memory of a CUDA device comes from the worker's own allocator: [`Client::register_device_memory`] finds out how it can be
 //! shared and gives its place in a region, as a layer and a packed buffer want it.
 //!
