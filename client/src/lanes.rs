@@ -35,7 +35,6 @@ use crate::link::Link;
 use crate::lock::lock;
 use crate::ring::Held;
 use crate::socket::{DescriptorSocket, Silence};
-use crate::transport::Carrier;
 use crate::{Plan, Request};
 
 /// How often somebody looks whether the daemon lives while lanes are open.
@@ -111,11 +110,16 @@ impl Lanes {
         Ok(())
     }
 
+    /// The words of every lane that is open now.
+    fn opened(&self) -> impl Iterator<Item = MappedLane> {
+        let open = *lock(&self.open);
+        let is_open = move |lane: &LaneNumber| open >> lane.get() & 1 == 1;
+        LaneNumber::all().filter(is_open).map(|lane| self.memory.lane(lane))
+    }
+
     /// Whether a copy of an open lane is not over.
     pub(crate) fn has_unsettled(&self) -> bool {
-        let open = *lock(&self.open);
-        LaneNumber::all().filter(|lane| open >> lane.get() & 1 == 1).any(|lane| {
-            let words = self.memory.lane(lane);
+        self.opened().any(|words| {
             let last = Sequence::new(words.submitted().load_relaxed());
             last.is_some_and(|last| phase_of(&words, last) != Ok(LanePhase::Settled))
         })
@@ -123,10 +127,9 @@ impl Lanes {
 
     /// Lets every wait of every open lane go on. The executor's process is known dead, or never writes for this session again.
     fn free(&self) {
-        let open = *lock(&self.open);
-        for lane in LaneNumber::all().filter(|lane| open >> lane.get() & 1 == 1) {
+        for words in self.opened() {
             // SYNC: the worker's stream waits for it; the silence is seen by who sees it.
-            self.memory.lane(lane).done().store_release(FREED);
+            words.done().store_release(FREED);
         }
     }
 }
@@ -198,11 +201,8 @@ impl StreamLane {
         let call = Call::new("open a lane", client.as_async().shared.options.call_timeout);
         let failed = |failure| call.error(&client.as_async().shared.address, failure);
         let link = client.link(call)?;
-        let lanes = match &link.carrier {
-            Carrier::Ring(ring) => ring.lanes().cloned(),
-            Carrier::Grpc(_) => None,
-        };
-        let lanes = lanes.ok_or_else(|| failed(no_lanes().into()))?;
+        let lanes = link.carrier.lanes().ok_or_else(|| failed(no_lanes().into()))?;
+        let lanes = Arc::clone(lanes);
         Lanes::watch(&lanes)?;
         let number = lanes.take().map_err(|refusal| failed(refusal.into()))?;
         let submitter = LaneSubmitter::resume(lanes.memory.lane(number));
@@ -249,7 +249,10 @@ impl StreamLane {
     ) -> Result<Sequence, Failure> {
         self.sound()?;
         let live = plan.client().shared.live_link().map_err(Failure::Local)?;
-        let Some(link) = live.filter(|link| self.is_of(link)) else {
+        let is_of_it = |link: &Arc<Link>| {
+            link.carrier.lanes().is_some_and(|lanes| Arc::ptr_eq(lanes, &self.lanes))
+        };
+        let Some(link) = live.filter(is_of_it) else {
             return Err(self.earlier_life());
         };
         let mut copy = resolve(&link, &plan.record, direction, request, call.left())?;
@@ -264,15 +267,6 @@ impl StreamLane {
         let checked = self.checked(sequence, call);
         self.unsure = matches!(checked, Err(Failure::Unanswered));
         checked.map(|()| sequence)
-    }
-
-    fn is_of(&self, link: &Link) -> bool {
-        match &link.carrier {
-            Carrier::Ring(ring) => {
-                ring.lanes().is_some_and(|lanes| Arc::ptr_eq(lanes, &self.lanes))
-            }
-            Carrier::Grpc(_) => false,
-        }
     }
 
     /// Waits for a place; gives up what settled copies held.
@@ -362,8 +356,8 @@ impl StreamLane {
 
 impl Drop for StreamLane {
     fn drop(&mut self) {
-        let has_place = self.submitter.place().is_ok();
-        if has_place
+        let is_readable = self.submitter.place().is_ok();
+        if is_readable
             && self.submitter.settled() == self.submitter.published()
             && self.sound().is_ok()
         {

@@ -18,6 +18,7 @@ use v1::copy_service_client::CopyServiceClient;
 
 use crate::call::{Call, Failure};
 use crate::error::ProtocolError;
+use crate::lanes::Lanes;
 use crate::ring::{Held, RingCopies, TaskFlight};
 use crate::sync::{AtomicU64, Ordering};
 
@@ -71,6 +72,14 @@ pub(crate) enum Carrier {
 }
 
 impl Carrier {
+    /// The lanes of the session, where it has any.
+    pub(crate) fn lanes(&self) -> Option<&Arc<Lanes>> {
+        match self {
+            Self::Ring(ring) => ring.lanes(),
+            Self::Grpc(_) => None,
+        }
+    }
+
     /// Whether a copy was not answered yet, whoever waits for it.
     pub(crate) fn has_unanswered(&self) -> bool {
         match self {

@@ -16,7 +16,7 @@ use statecopy_proto::RefusalCode;
 use statecopy_session::layout::DESCRIPTOR_WORDS;
 use statecopy_session::{
     Answer, CopyDescriptor, CopyRequest, Fault, LaneNumber, LaneTaker, MappedLane, MonotonicNs,
-    Moved, RingBroken, SessionMemory, Subject,
+    Moved, RingBroken, Sequence, SessionMemory, Subject,
 };
 
 use crate::counters::{Counter, Counters};
@@ -135,8 +135,8 @@ impl<D: Device> Lanes<D> {
             self.take(table, hook_epoch, counters, closed)?;
             turn = Turn::Progressed;
         }
-        if let Some(lane) = self.rung() {
-            self.begin(lane, table, hook_epoch, counters)?;
+        if let Some(rung) = self.rung() {
+            self.begin(rung, table, hook_epoch, counters)?;
             turn = Turn::Progressed;
         }
         Ok(turn)
@@ -213,14 +213,14 @@ impl<D: Device> Lanes<D> {
         Ok(())
     }
 
-    /// The next lane, in turn, whose worker's stream has reached its oldest request.
-    fn rung(&mut self) -> Option<LaneNumber> {
+    /// The next lane, in turn, whose worker's stream has reached its oldest request, and that request.
+    fn rung(&mut self) -> Option<(LaneNumber, Sequence)> {
         let mut left = (self.waiting & !self.busy).rotate_right(self.first);
         while left != 0 {
             let lane = (left.trailing_zeros() + self.first) % u64::BITS;
-            if self.takers[index(lane)].rung().is_some() {
+            if let Some(sequence) = self.takers[index(lane)].rung() {
                 self.first = (lane + 1) % u64::BITS;
-                return LaneNumber::new(lane);
+                return LaneNumber::new(lane).map(|lane| (lane, sequence));
             }
             left &= left - 1;
         }
@@ -230,15 +230,13 @@ impl<D: Device> Lanes<D> {
     /// Begins the request whose bell rang, if it may still run.
     fn begin(
         &mut self,
-        lane: LaneNumber,
+        (lane, sequence): (LaneNumber, Sequence),
         table: Option<&Arc<SessionTable<D>>>,
         hook_epoch: u64,
         counters: &Counters,
     ) -> Result<(), RingBroken> {
-        let taker = &mut self.takers[index(lane.get())];
-        let Some(number) = taker.rung() else { return Ok(()) };
         let mut words = [0; DESCRIPTOR_WORDS];
-        let deaths = taker.begin(&mut words)?;
+        let deaths = self.takers[index(lane.get())].begin(&mut words)?;
         let begun = MonotonicNs::now();
         let descriptor = CopyDescriptor::from_words(words);
         let running = descriptor.parse_ordered().and_then(|request| match deaths {
@@ -255,7 +253,7 @@ impl<D: Device> Lanes<D> {
                 self.busy |= 1 << lane.get();
                 self.jobs.push(Job {
                     lane,
-                    number: number.get(),
+                    number: sequence.get(),
                     request,
                     running,
                     begun,

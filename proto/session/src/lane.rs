@@ -20,7 +20,7 @@
 //! run in their order; a bell rings all that come before it, too. Each word has one writer, but for `done`: the executor's stream,
 //! the executor, and the submitter's side once the executor's process is dead.
 
-use crate::ring::{RingBroken, Sequence, StateBroken};
+use crate::ring::{RingBroken, Sequence, StateBroken, index};
 use crate::sync::{Word32, Word64, fence_seq_cst};
 
 #[cfg(all(test, loom))]
@@ -435,9 +435,4 @@ impl<W: LaneWords> LaneTaker<W> {
         let word = &mut self.refused[index(slot / 64)];
         *word = *word & !(1 << (slot % 64)) | u64::from(refused) << (slot % 64);
     }
-}
-
-/// A slot as an index of a private table.
-fn index(slot: u64) -> usize {
-    usize::try_from(slot).unwrap_or(usize::MAX)
 }

@@ -525,7 +525,7 @@ fn private_slots<T: Clone>(slots: u64, value: T) -> Box<[T]> {
     vec![value; index(slots)].into_boxed_slice()
 }
 
-/// A slot as an index of a private table. A ring has at most 1,024 slots.
-fn index(slot: u64) -> usize {
+/// A slot as an index of a private table. A ring has at most 1,024 slots, a lane at most 4,096.
+pub(crate) fn index(slot: u64) -> usize {
     usize::try_from(slot).unwrap_or(usize::MAX)
 }
