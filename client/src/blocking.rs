@@ -19,6 +19,7 @@ use tokio::runtime::{Builder, Runtime};
 use crate::attempt::{Attempts, Effect};
 use crate::call::Call;
 use crate::error::Error;
+use crate::graphs::GraphLane;
 use crate::lanes::StreamLane;
 use crate::link::Link;
 use crate::lock::lock;
@@ -208,6 +209,22 @@ impl Client {
     /// QUOTA_EXCEEDED when every lane of the session is open, VERSION_MISMATCH where the session has none; when there is no daemon.
     pub fn open_lane(&self) -> Result<StreamLane, Error> {
         StreamLane::open(self)
+    }
+
+    /// Opens a graph lane: copies that a captured graph makes at every replay, on one stream of it.
+    ///
+    /// # Errors
+    /// QUOTA_EXCEEDED when every graph lane of the session is open, VERSION_MISMATCH where the session has none; when there is no daemon.
+    pub fn open_graph_lane(&self) -> Result<GraphLane, Error> {
+        GraphLane::open(self)
+    }
+
+    /// Drives a call of this client on the calling thread.
+    pub(crate) fn drive<T>(
+        &self,
+        call: impl Future<Output = Result<T, Error>>,
+    ) -> Result<T, Error> {
+        self.driver.drive(call)
     }
 
     /// The link that lives, or a new one.

@@ -31,11 +31,12 @@ use crate::blocking;
 use crate::call::{Call, Failure};
 use crate::copies::resolve;
 use crate::error::{Error, ProtocolError};
+use crate::graphs::Pairs;
 use crate::link::Link;
 use crate::lock::lock;
 use crate::ring::Held;
 use crate::socket::{DescriptorSocket, Silence};
-use crate::{Plan, Request};
+use crate::{Client, Plan, Request};
 
 /// How often somebody looks whether the daemon lives while lanes are open.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
@@ -45,14 +46,15 @@ const SPIN: Duration = Duration::from_micros(100);
 /// The lanes of one session, shared by those that are open.
 #[derive(Debug)]
 pub(crate) struct Lanes {
-    memory: SessionMemory,
+    pub(crate) memory: SessionMemory,
     bell: Doorbell,
     session: SessionId,
     socket: Arc<DescriptorSocket>,
     /// A bit for each lane that is open.
     open: Mutex<u64>,
+    pub(crate) graphs: Mutex<Pairs>,
     /// Why nothing is run any more.
-    silence: OnceLock<Silence>,
+    pub(crate) silence: OnceLock<Silence>,
     watched: Mutex<bool>,
     /// What copies touch that nobody waits for any more: kept until the session's end.
     kept: Mutex<Vec<Held>>,
@@ -73,11 +75,34 @@ impl Lanes {
             session,
             socket,
             open: Mutex::default(),
+            graphs: Mutex::default(),
             silence: OnceLock::new(),
             watched: Mutex::default(),
             kept: Mutex::default(),
             end: Arc::default(),
         }
+    }
+
+    /// Those of the client's session.
+    pub(crate) fn of(client: &blocking::Client, call: Call) -> Result<Arc<Self>, Error> {
+        let link = client.link(call)?;
+        let lanes = link
+            .carrier
+            .lanes()
+            .ok_or_else(|| call.error(&client.as_async().shared.address, no_lanes().into()))?;
+        Self::watch(lanes)?;
+        Ok(Arc::clone(lanes))
+    }
+
+    /// The link of the session that they are of, while it lives.
+    pub(crate) fn live_link(
+        self: &Arc<Self>,
+        client: &Client,
+    ) -> Result<Option<Arc<Link>>, Failure> {
+        let live = client.shared.live_link().map_err(Failure::Local)?;
+        let is_of_it =
+            |link: &Arc<Link>| link.carrier.lanes().is_some_and(|lanes| Arc::ptr_eq(lanes, self));
+        Ok(live.filter(is_of_it))
     }
 
     /// Takes a lane that nobody has.
@@ -117,20 +142,22 @@ impl Lanes {
         LaneNumber::all().filter(is_open).map(|lane| self.memory.lane(lane))
     }
 
-    /// Whether a copy of an open lane is not over.
+    /// Whether a copy of an open lane or a graph is not over.
     pub(crate) fn has_unsettled(&self) -> bool {
-        self.opened().any(|words| {
+        let is_unsettled = |words: MappedLane| {
             let last = Sequence::new(words.submitted().load_relaxed());
             last.is_some_and(|last| phase_of(&words, last) != Ok(LanePhase::Settled))
-        })
+        };
+        self.opened().any(is_unsettled) || self.has_unsettled_graphs()
     }
 
-    /// Lets every wait of every open lane go on. The executor's process is known dead, or never writes for this session again.
+    /// Lets every wait of every open lane and of every graph go on. The executor's process is known dead, or never writes for this session again.
     fn free(&self) {
         for words in self.opened() {
             // SYNC: the worker's stream waits for it; the silence is seen by who sees it.
             words.done().store_release(FREED);
         }
+        self.free_graphs();
     }
 }
 
@@ -152,9 +179,13 @@ fn watch(lanes: &Weak<Lanes>, (ended, end): &(Mutex<bool>, Condvar)) {
         // Not held while the lanes are let go: their end takes it.
         drop(over);
         if let Some(silence) = lanes.socket.silence() {
+            if lanes.silence.get().is_none() {
+                lanes.note_cut_graphs();
+            }
             lanes.silence.get_or_init(|| silence);
             lanes.free();
         }
+        lanes.disarm_dropped();
         drop(lanes);
         over = lock(ended);
     }
@@ -200,10 +231,7 @@ impl StreamLane {
     pub(crate) fn open(client: &blocking::Client) -> Result<Self, Error> {
         let call = Call::new("open a lane", client.as_async().shared.options.call_timeout);
         let failed = |failure| call.error(&client.as_async().shared.address, failure);
-        let link = client.link(call)?;
-        let lanes = link.carrier.lanes().ok_or_else(|| failed(no_lanes().into()))?;
-        let lanes = Arc::clone(lanes);
-        Lanes::watch(&lanes)?;
+        let lanes = Lanes::of(client, call)?;
         let number = lanes.take().map_err(|refusal| failed(refusal.into()))?;
         let submitter = LaneSubmitter::resume(lanes.memory.lane(number));
         let submitter = submitter.map_err(|error| failed(broken(error)))?;
@@ -248,11 +276,7 @@ impl StreamLane {
         call: &Call,
     ) -> Result<Sequence, Failure> {
         self.sound()?;
-        let live = plan.client().shared.live_link().map_err(Failure::Local)?;
-        let is_of_it = |link: &Arc<Link>| {
-            link.carrier.lanes().is_some_and(|lanes| Arc::ptr_eq(lanes, &self.lanes))
-        };
-        let Some(link) = live.filter(is_of_it) else {
+        let Some(link) = self.lanes.live_link(plan.client())? else {
             return Err(self.earlier_life());
         };
         let mut copy = resolve(&link, &plan.record, direction, request, call.left())?;
@@ -343,13 +367,7 @@ impl StreamLane {
     fn earlier_life(&self) -> Failure {
         match self.lanes.silence.get() {
             Some(silence) => silence.after_start(),
-            None => {
-                let sentence = "The lane belongs to an earlier session of the client";
-                Refusal::new(RefusalCode::IncarnationMismatch, sentence)
-                    .about("lane")
-                    .remedied_by("Open another lane.")
-                    .into()
-            }
+            None => earlier_life("lane", "Open another lane."),
         }
     }
 }
@@ -419,10 +437,10 @@ impl Ordered<'_> {
 
 /// Looks again at once for a while, then gives way.
 #[derive(Debug, Default)]
-struct Waiting(Option<Instant>);
+pub(crate) struct Waiting(Option<Instant>);
 
 impl Waiting {
-    fn pause(&mut self) {
+    pub(crate) fn pause(&mut self) {
         let now = Instant::now();
         if now.duration_since(*self.0.get_or_insert(now)) < SPIN {
             std::hint::spin_loop();
@@ -430,6 +448,13 @@ impl Waiting {
             thread::sleep(SPIN);
         }
     }
+}
+
+/// What was opened with a daemon that does not serve it any more.
+pub(crate) fn earlier_life(what: &str, remedy: &str) -> Failure {
+    let sentence = format!("The {what} belongs to an earlier session of the client");
+    let refusal = Refusal::new(RefusalCode::IncarnationMismatch, sentence).about(what);
+    refusal.remedied_by(remedy).into()
 }
 
 fn no_lanes() -> Refusal {
@@ -461,6 +486,6 @@ fn broken(error: StateBroken) -> Failure {
     protocol(&error).into()
 }
 
-fn unread(error: AnswerError) -> Failure {
+pub(crate) fn unread(error: AnswerError) -> Failure {
     ProtocolError::Ring { reason: error.to_string() }.into()
 }

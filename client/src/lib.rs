@@ -8,7 +8,8 @@
 //! them where the daemon serves no ring, or where [`ConnectOptions::transport`] says so.
 //!
 //! A worker whose work is queued on streams need not wait for a copy: [`blocking::Client::open_lane`] gives a [`StreamLane`], whose
-//! copies take their places in the stream by two words of memory that is shared with the daemon.
+//! copies take their places in the stream by two words of memory that is shared with the daemon. Work that is captured into a graph and
+//! replayed takes a [`GraphLane`] instead ([`blocking::Client::open_graph_lane`]).
 //!
 //! Memory of a CUDA device comes from the worker's own allocator: [`Client::register_device_memory`] finds out how it can be
 //! shared and gives its place in a region, as a layer and a packed buffer want it.
@@ -60,6 +61,7 @@ mod copies;
 mod device_memory;
 mod error;
 mod events;
+mod graphs;
 mod in_flight;
 mod lanes;
 mod link;
@@ -84,6 +86,7 @@ pub use admin::Admin;
 pub use client::Client;
 pub use error::{ArgumentError, BoxError, ConnectionError, Error, ProtocolError};
 pub use events::{Event, Events};
+pub use graphs::{Armed, GraphLane, Step};
 pub use in_flight::InFlight;
 pub use lanes::{LaneWord, Ordered, StreamLane};
 pub use link::Session;

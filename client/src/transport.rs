@@ -311,14 +311,14 @@ fn read_answer(answer: v1::CopyAnswer) -> Result<Result<Moved, Refusal>, Failure
     }
 }
 
-fn direction_message(direction: Direction) -> v1::Direction {
+pub(crate) fn direction_message(direction: Direction) -> v1::Direction {
     match direction {
         Direction::Gather => v1::Direction::Gather,
         Direction::Scatter => v1::Direction::Scatter,
     }
 }
 
-fn message(copy: &ResolvedCopy<'_>, session: Option<v1::SessionRef>) -> v1::CopyRequest {
+pub(crate) fn message(copy: &ResolvedCopy<'_>, session: Option<v1::SessionRef>) -> v1::CopyRequest {
     use v1::copy_request::{Flags, Indices};
 
     let indices = match copy.indices {

@@ -126,6 +126,8 @@ settings! {
         region_bytes_max: u64 = 1 << 46;
         /// The largest max_selected of a layer.
         selected_max: u64 = 16_384;
+        /// Slots of captured graphs that one session may have armed: copies that its graphs hold.
+        graph_slots_max: u32 = 16_384;
         /// Copies and registrations of all sessions that may wait or run at once; more are OVERLOADED.
         requests_pending_max: u32 = 512;
     }

@@ -34,6 +34,8 @@ pub enum Counter {
     RingsBroken,
     /// Lanes whose waits were let go because a copy could not be made.
     LanesFailed,
+    /// Pairs of captured graphs whose waits were let go because a copy could not be made.
+    GraphsFailed,
     /// Short sleeps between two looks at the bells of lanes.
     BellLooks,
 }
@@ -46,7 +48,8 @@ const ENTRIES_AT: usize = LAUNCHES_AT + Variant::ALL.len();
 const SERVING_AT: usize = ENTRIES_AT + Door::ALL.len();
 const RINGS_BROKEN_AT: usize = SERVING_AT + Door::ALL.len();
 const LANES_FAILED_AT: usize = RINGS_BROKEN_AT + 1;
-const BELL_LOOKS_AT: usize = LANES_FAILED_AT + 1;
+const GRAPHS_FAILED_AT: usize = LANES_FAILED_AT + 1;
+const BELL_LOOKS_AT: usize = GRAPHS_FAILED_AT + 1;
 const WORDS: usize = BELL_LOOKS_AT + 1;
 
 impl Counter {
@@ -66,7 +69,7 @@ impl Counter {
             .chain(Variant::ALL.into_iter().map(Self::Launches))
             .chain(Door::ALL.into_iter().map(Self::Entries))
             .chain(Door::ALL.into_iter().map(Self::EntriesWhileServing))
-            .chain([Self::RingsBroken, Self::LanesFailed, Self::BellLooks])
+            .chain([Self::RingsBroken, Self::LanesFailed, Self::GraphsFailed, Self::BellLooks])
     }
 
     /// The name in metrics and in `statecopy status`.
@@ -84,6 +87,7 @@ impl Counter {
             Self::EntriesWhileServing(_) => "statecopy_entries_while_serving_total",
             Self::RingsBroken => "statecopy_rings_broken_total",
             Self::LanesFailed => "statecopy_lanes_failed_total",
+            Self::GraphsFailed => "statecopy_graphs_failed_total",
             Self::BellLooks => "statecopy_bell_looks_total",
         }
     }
@@ -100,7 +104,9 @@ impl Counter {
             Self::Refusals(code) => ("code", code.label()),
             Self::Launches(variant) => ("variant", variant.label()),
             Self::Entries(door) | Self::EntriesWhileServing(door) => ("door", door.label()),
-            Self::RingsBroken | Self::LanesFailed | Self::BellLooks => return None,
+            Self::RingsBroken | Self::LanesFailed | Self::GraphsFailed | Self::BellLooks => {
+                return None;
+            }
         })
     }
 
@@ -125,6 +131,7 @@ impl Counter {
             Self::EntriesWhileServing(door) => SERVING_AT + door_ordinal(door),
             Self::RingsBroken => RINGS_BROKEN_AT,
             Self::LanesFailed => LANES_FAILED_AT,
+            Self::GraphsFailed => GRAPHS_FAILED_AT,
             Self::BellLooks => BELL_LOOKS_AT,
         }
     }

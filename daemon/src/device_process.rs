@@ -36,18 +36,21 @@ mod copying;
 mod counts;
 mod cuda;
 mod executor;
+mod graphs;
 mod guard_export;
 #[cfg(any(test, feature = "hostile"))]
 pub mod hostile;
 mod ids;
 mod lanes;
 mod news;
+mod ordered;
 mod plans;
 mod preparer;
 mod scratch;
 mod serving;
 mod sessions;
 mod station;
+mod streams;
 mod table;
 
 /// The exit code of a device process whose device failed: EX_IOERR of sysexits.h.

@@ -7,6 +7,7 @@
 
 mod device;
 mod region;
+mod slot;
 
 use std::time::Duration;
 
@@ -28,6 +29,7 @@ use crate::record::{
 
 pub use self::device::{DescriptionMessage, FootprintMessage};
 pub use self::region::{AnnouncedMessage, PIECES_A_PART, PieceMessage, join};
+pub use self::slot::SlotMessage;
 
 /// One message from the supervisor.
 #[derive(Debug, Serialize, Deserialize)]
@@ -104,6 +106,24 @@ pub enum Request {
     ReleaseLayers {
         /// Whose it is.
         session: SessionId,
+    },
+    /// A part of the slots of captured graphs to arm; the one that is last arms them.
+    ArmGraphs {
+        /// Whose they are.
+        session: SessionId,
+        /// Slots of this part.
+        slots: Vec<SlotMessage>,
+        /// Whether that is all.
+        last: bool,
+        /// Whether an earlier device process had armed them: then their graphs go on where they stood.
+        resumed: bool,
+    },
+    /// Disarm the slots of a pair.
+    DisarmGraph {
+        /// Whose it is.
+        session: SessionId,
+        /// Its number.
+        pair: u32,
     },
     /// Forget a session.
     CloseSession {

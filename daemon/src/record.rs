@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use statecopy_kernels::layout::{CacheLayout, Placement};
 use statecopy_proto::{BindingId, HandleKind, PlanKind, RegionId, SessionId, SignatureHash};
-use statecopy_session::Parameters;
+use statecopy_session::{CopyRequest, PairNumber, Parameters, SlotNumber};
 
 /// What names the memory of a piece.
 #[derive(Debug)]
@@ -74,6 +74,19 @@ pub struct RingRecord {
     pub memory: Arc<OwnedFd>,
     /// The doorbell that the worker rings when the executor sleeps.
     pub executor_bell: Arc<OwnedFd>,
+}
+
+/// One armed slot of a captured graph: what is copied whenever the graph rings it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SlotRecord {
+    /// The graph's pair of words.
+    pub pair: PairNumber,
+    /// What the graph rings with.
+    pub slot: SlotNumber,
+    /// The copy. Its indices and flags are shared.
+    pub request: CopyRequest,
+    /// How long it may wait for its start after each bell, in nanoseconds.
+    pub patience_ns: u64,
 }
 
 /// One layer that passed every check that needs no device.

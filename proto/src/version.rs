@@ -5,7 +5,7 @@ use crate::{Refusal, RefusalCode};
 /// The oldest version that this build serves.
 pub const PROTOCOL_OLDEST: u32 = 1;
 /// The newest version that this build speaks. Version 2 added `OpenRequest.label`, version 3 `RegisterRegionRequest.pieces`,
-/// version 4 the lanes of the session memory.
+/// version 4 the lanes of the session memory and `ArmGraph`.
 pub const PROTOCOL_NEWEST: u32 = 4;
 
 /// A version that both sides speak.

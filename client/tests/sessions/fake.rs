@@ -443,6 +443,22 @@ impl RegistryService for Service {
         let seen = self.enter("release_layers", &request, request.get_ref().session.as_ref())?;
         Ok(Response::new(v1::ReleaseLayersReply { incarnation: seen.incarnation.to_vec() }))
     }
+
+    async fn arm_graph(
+        &self,
+        request: Request<v1::ArmGraphRequest>,
+    ) -> Result<Response<v1::ArmGraphReply>, Status> {
+        let seen = self.enter("arm_graph", &request, request.get_ref().session.as_ref())?;
+        Ok(Response::new(v1::ArmGraphReply { incarnation: seen.incarnation.to_vec() }))
+    }
+
+    async fn disarm_graph(
+        &self,
+        request: Request<v1::DisarmGraphRequest>,
+    ) -> Result<Response<v1::DisarmGraphReply>, Status> {
+        let seen = self.enter("disarm_graph", &request, request.get_ref().session.as_ref())?;
+        Ok(Response::new(v1::DisarmGraphReply { incarnation: seen.incarnation.to_vec() }))
+    }
 }
 
 /// The daemon's own opinion of a layer's signature.

@@ -120,6 +120,7 @@ impl Settings {
             ("limits.descriptors_pending_max", limits.descriptors_pending_max.into(), 65_536),
             ("limits.region_bytes_max", limits.region_bytes_max, 1 << 62),
             ("limits.selected_max", limits.selected_max, 1 << 20),
+            ("limits.graph_slots_max", limits.graph_slots_max.into(), 1 << 20),
             ("cuda.driver_timeout_ms", self.cuda.driver_timeout_ms.into(), 600_000),
             ("limits.requests_pending_max", limits.requests_pending_max.into(), 65_536),
             ("copy_threads", copy_threads, COPY_THREADS_MAX),

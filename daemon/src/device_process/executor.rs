@@ -16,20 +16,22 @@ use statecopy_kernels::device::{Device, DeviceFault, Launcher as _};
 use statecopy_kernels::guard::ServingGuard;
 use statecopy_kernels::host::cpus_allowed;
 use statecopy_proto::{Refusal, RefusalCode, SessionId};
-use statecopy_session::{Executor as Ring, RingBroken};
+use statecopy_session::{Executor as Ring, PairNumber, RingBroken};
 
 use crate::config::DeviceSettings;
 use crate::counters::{Counter, Counters};
 use crate::link::Reply;
+use crate::record::SlotRecord;
 use crate::sync::{AtomicU64, Ordering};
 
 use super::copying::Inline;
 use super::counts::RingCounts;
+use super::graphs::Graphs;
 use super::guard_export::GuardExport;
-use super::lanes::Lanes;
 use super::news::News;
 use super::sessions::Sessions;
 use super::station::{Scope, Station, Trouble, Turn};
+use super::streams::Streams;
 use super::table::SessionTable;
 use super::{EXIT_DEVICE_FAILED, reply};
 
@@ -127,6 +129,10 @@ enum Command<D: Device> {
     Open(Box<Station<D>>, Doorbell),
     /// A session's new table, and buffers for its inline indices and flags.
     Install(SessionId, Arc<SessionTable<D>>, Inline),
+    /// Slots of a session's graphs, which were checked; and whether an earlier executor had them armed.
+    Arm(SessionId, Vec<SlotRecord>, bool),
+    /// A graph of a session is gone.
+    Disarm(SessionId, PairNumber),
     /// A session is over.
     Close(SessionId),
     /// Serve what was submitted to the workers' rings, refuse what comes later. Acknowledged once nothing is left.
@@ -141,8 +147,10 @@ impl<D: Device> Command<D> {
     /// The session whose running copy must end first.
     fn waits_for(&self) -> Option<SessionId> {
         match self {
-            Self::Install(session, ..) | Self::Close(session) => Some(*session),
-            Self::Open(..) | Self::Drain | Self::Fail(_) | Self::End => None,
+            Self::Install(session, ..) | Self::Disarm(session, _) | Self::Close(session) => {
+                Some(*session)
+            }
+            Self::Open(..) | Self::Arm(..) | Self::Drain | Self::Fail(_) | Self::End => None,
         }
     }
 }
@@ -167,12 +175,12 @@ impl<D: Device> ExecutorHandle<D> {
         session: SessionId,
         ring: Ring,
         bell: Doorbell,
-        lanes: Option<Lanes<D>>,
+        streams: Option<Streams<D>>,
         (selected_max, counts): (usize, Arc<RingCounts>),
     ) -> Result<(), Refusal> {
         let inline = Inline::new(selected_max);
         let station = Station::new(Scope::Session(session), ring, inline, counts);
-        let station = station.with_lanes(lanes);
+        let station = station.with_streams(streams);
         self.tell(Command::Open(Box::new(station), bell))
     }
 
@@ -184,6 +192,21 @@ impl<D: Device> ExecutorHandle<D> {
     ) -> Result<(), Refusal> {
         let inline = Inline::new(table.selected_max());
         self.tell(Command::Install(session, table, inline))
+    }
+
+    /// Arms slots of a session's graphs, which were checked. `resumed`: an earlier executor, whose process is dead, had them armed.
+    pub(super) fn arm(
+        &self,
+        session: SessionId,
+        slots: Vec<SlotRecord>,
+        resumed: bool,
+    ) -> Result<(), Refusal> {
+        self.tell(Command::Arm(session, slots, resumed))
+    }
+
+    /// Disarms a graph of a session. Returns when no copy of it runs.
+    pub(super) fn disarm(&self, session: SessionId, pair: PairNumber) -> Result<(), Refusal> {
+        self.tell(Command::Disarm(session, pair))
     }
 
     /// Takes a session away. Returns when nothing of it runs.
@@ -441,6 +464,16 @@ impl<D: Device> Executor<D> {
                 };
                 Some(Some(Box::new((old, old_inline))))
             }
+            Command::Arm(session, slots, resumed) => {
+                if let Some(graphs) = self.graphs_of(session) {
+                    graphs.arm(&slots, resumed);
+                }
+                Some(Some(Box::new(slots)))
+            }
+            Command::Disarm(session, pair) => {
+                let disarmed = self.graphs_of(session).and_then(|graphs| graphs.disarm(pair));
+                Some(Some(Box::new(disarmed)))
+            }
             Command::Close(session) => {
                 let old = self.sessions.remove(session);
                 let station = self.station_of(session).map(|at| self.stations.swap_remove(at));
@@ -454,6 +487,11 @@ impl<D: Device> Executor<D> {
 
     fn station_of(&self, session: SessionId) -> Option<usize> {
         self.stations.iter().position(|(station, _)| station.scope() == Scope::Session(session))
+    }
+
+    fn graphs_of(&mut self, session: SessionId) -> Option<&mut Graphs<D>> {
+        let at = self.station_of(session)?;
+        self.stations[at].0.graphs()
     }
 
     fn acknowledge(&self, retired: Retired) {

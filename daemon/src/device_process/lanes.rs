@@ -15,40 +15,37 @@ use statecopy_kernels::device::Device;
 use statecopy_proto::RefusalCode;
 use statecopy_session::layout::DESCRIPTOR_WORDS;
 use statecopy_session::{
-    Answer, CopyDescriptor, CopyRequest, Fault, LaneNumber, LaneTaker, MappedLane, MonotonicNs,
-    Moved, RingBroken, Sequence, SessionMemory, Subject,
+    Answer, CopyDescriptor, Fault, LaneNumber, LaneTaker, MappedLane, MonotonicNs, Moved,
+    RingBroken, Sequence, SessionMemory, Subject,
 };
 
 use crate::counters::{Counter, Counters};
 
 use super::checks::check;
-use super::copying::{Copied, Inline, Order, Progress, Running};
+use super::copying::{Copied, Order};
 use super::counts::RingCounts;
+use super::ordered::{OrderedCopy, Step, refused};
 use super::sessions::Sessions;
-use super::station::{DEATHS_MAX, Trouble, Turn};
+use super::station::{Trouble, Turn};
 use super::table::SessionTable;
 
 /// What is written for a request that an earlier executor ran to its end, and could not say so: how many rows it moved is not known.
 const INHERITED: Answer =
     Answer { result: Ok(Moved { rows_copied: 0, rows_masked: 0 }), executor_ns: 0 };
 
-/// A copy whose bell rang.
+/// A copy that runs.
 #[derive(Debug)]
 struct Job<D: Device> {
     lane: LaneNumber,
     number: u64,
-    request: CopyRequest,
-    running: Running<D>,
-    begun: MonotonicNs,
-    /// It must have started then.
-    deadline: MonotonicNs,
+    copy: OrderedCopy<D>,
 }
 
 /// The lanes of one session.
 #[derive(Debug)]
 pub(super) struct Lanes<D: Device> {
     memory: SessionMemory,
-    words: D::Words,
+    words: Arc<D::Words>,
     takers: Box<[LaneTaker<MappedLane>]>,
     /// A bit for each lane that may have something to take.
     fresh: u64,
@@ -67,7 +64,7 @@ impl<D: Device> Lanes<D> {
     /// The lanes of a fresh memory, or what a dead executor left of them.
     pub(super) fn open(
         memory: SessionMemory,
-        words: D::Words,
+        words: Arc<D::Words>,
         resumed: bool,
         counts: Arc<RingCounts>,
     ) -> Self {
@@ -145,31 +142,22 @@ impl<D: Device> Lanes<D> {
     /// Moves what runs on.
     fn step(&mut self, launcher: &mut D::Launcher, counters: &Counters) -> Result<Turn, Trouble> {
         let mut turn = Turn::Idle;
-        let mut at = 0;
-        while at < self.jobs.len() {
+        for at in 0..self.jobs.len() {
             let job = &mut self.jobs[at];
             let order = Order {
                 stream: job.lane.get(),
-                words: &self.words,
+                words: &*self.words,
                 done_at: self.memory.parameters().done_at(job.lane.pair()),
                 done: job.number,
             };
-            let inline = Inline::none();
-            let progress = job.running.step(launcher, inline, &job.request, Some(&order));
-            match progress.map_err(Trouble::Device)? {
-                Progress::Waiting if job.is_late() => {
-                    let late = job.late();
-                    self.end(at, Err(late), counters);
-                    return Ok(Turn::Progressed);
-                }
-                Progress::Waiting => turn = turn.max(Turn::Waiting),
-                Progress::MovedOn => return Ok(Turn::Progressed),
-                Progress::Done(copied) => {
-                    self.end(at, Ok(copied), counters);
+            match job.copy.step(launcher, &order).map_err(Trouble::Device)? {
+                Step::Waiting => turn = turn.max(Turn::Waiting),
+                Step::MovedOn => return Ok(Turn::Progressed),
+                Step::Over(result) => {
+                    self.end(at, result, counters);
                     return Ok(Turn::Progressed);
                 }
             }
-            at += 1;
         }
         Ok(turn)
     }
@@ -205,9 +193,8 @@ impl<D: Device> Lanes<D> {
                 self.waiting |= 1 << lane;
             }
             Err(fault) => {
-                counters.add(Counter::Refusals(fault.code), 1);
                 self.counts.count(false);
-                taker.refuse(sequence, &refused(fault).to_words());
+                taker.refuse(sequence, &refused(fault, counters).to_words());
             }
         }
         Ok(())
@@ -237,28 +224,15 @@ impl<D: Device> Lanes<D> {
     ) -> Result<(), RingBroken> {
         let mut words = [0; DESCRIPTOR_WORDS];
         let deaths = self.takers[index(lane.get())].begin(&mut words)?;
-        let begun = MonotonicNs::now();
         let descriptor = CopyDescriptor::from_words(words);
-        let running = descriptor.parse_ordered().and_then(|request| match deaths {
-            DEATHS_MAX.. => Err(Fault::of(RefusalCode::DeviceLost)),
-            _ => {
-                Running::check(table, &request, hook_epoch, begun).map(|running| (request, running))
-            }
-        });
-        match running {
-            Ok((request, running)) => {
-                // What an executor died under may have started: it must run again, however late.
-                let patience = if deaths > 0 { u64::MAX } else { descriptor.deadline_ns };
-                let deadline = MonotonicNs(begun.0.saturating_add(patience));
+        let how = (descriptor.deadline_ns, deaths);
+        let copy = descriptor
+            .parse_ordered()
+            .and_then(|request| OrderedCopy::begin(table, request, how, hook_epoch));
+        match copy {
+            Ok(copy) => {
                 self.busy |= 1 << lane.get();
-                self.jobs.push(Job {
-                    lane,
-                    number: sequence.get(),
-                    request,
-                    running,
-                    begun,
-                    deadline,
-                });
+                self.jobs.push(Job { lane, number: sequence.get(), copy });
             }
             Err(fault) => self.fail(lane, fault, counters),
         }
@@ -274,9 +248,7 @@ impl<D: Device> Lanes<D> {
             Ok(copied) => copied,
             Err(fault) => return self.fail(job.lane, fault, counters),
         };
-        let waited = MonotonicNs::now().since(job.begun).as_nanos();
-        let executor_ns = u64::try_from(waited).unwrap_or(u64::MAX);
-        copied.count(job.request.direction, executor_ns, counters);
+        let executor_ns = job.copy.count(&copied, counters);
         self.counts.count(true);
         let taker = &mut self.takers[index(job.lane.get())];
         if copied.launches == 0 {
@@ -289,10 +261,9 @@ impl<D: Device> Lanes<D> {
 
     /// Fails a lane of which nothing is under way.
     fn fail(&mut self, lane: LaneNumber, fault: Fault, counters: &Counters) {
-        counters.add(Counter::Refusals(fault.code), 1);
         counters.add(Counter::LanesFailed, 1);
         self.counts.count(false);
-        let answer = refused(fault);
+        let answer = refused(fault, counters);
         self.memory.write_failure(lane.pair(), &answer);
         self.takers[index(lane.get())].fail(&answer.to_words());
         self.note_waiting(lane);
@@ -306,28 +277,11 @@ impl<D: Device> Lanes<D> {
 
     /// The device failed. What it was given any of is lost: its rows are undefined. The rest is left to the next device process.
     pub(super) fn lose(&mut self, counters: &Counters) {
-        let begun = |job: &Job<D>| job.running.has_begun();
+        let begun = |job: &Job<D>| job.copy.has_begun();
         while let Some(at) = self.jobs.iter().position(begun) {
             self.end(at, Err(Subject::Device.fault(0, 0)), counters);
         }
     }
-}
-
-impl<D: Device> Job<D> {
-    fn is_late(&self) -> bool {
-        !self.running.has_begun() && MonotonicNs::now() >= self.deadline
-    }
-
-    fn late(&self) -> Fault {
-        let nanoseconds = |since: MonotonicNs| {
-            u64::try_from(since.since(self.begun).as_nanos()).unwrap_or(u64::MAX)
-        };
-        Subject::Deadline.fault(nanoseconds(MonotonicNs::now()), nanoseconds(self.deadline))
-    }
-}
-
-fn refused(fault: Fault) -> Answer {
-    Answer { result: Err(fault), executor_ns: 0 }
 }
 
 /// The first bit for the first.

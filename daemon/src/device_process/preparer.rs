@@ -10,18 +10,19 @@ use statecopy_descriptors::Doorbell;
 use statecopy_kernels::device::{AllocationId, Announced, Device, Import as _, Piece, Region};
 use statecopy_kernels::guard::ServingGuard;
 use statecopy_proto::{Refusal, RefusalCode, RegionId, SessionId};
-use statecopy_session::{SessionMemory, Waker};
+use statecopy_session::{MonotonicNs, PairNumber, SessionMemory, Waker};
 
 use crate::record::{
     DeviceInspection, LayerRecord, Progress, PublishedBinding, RebindRecord, RegistrationRecord,
-    RingInspection, SetRecord, Stage,
+    RingInspection, SetRecord, SlotRecord, Stage,
 };
 
+use super::checks::check;
 use super::compiled::{CompiledTable, Tables};
 use super::counts::RingCounts;
 use super::executor::ExecutorHandle;
-use super::lanes::Lanes;
 use super::plans::{self, Absent, Published, bind_awake};
+use super::streams::Streams;
 use super::table::{Bound, Regions, SessionTable, Targets, Terms, awake, selected_max};
 
 /// What the preparing thread keeps of one session.
@@ -32,6 +33,8 @@ struct Session<D: Device> {
     sets: Vec<SetRecord>,
     targets: Option<Arc<Targets<D>>>,
     counts: Arc<RingCounts>,
+    /// Whether its memory has words for graphs.
+    has_graphs: bool,
 }
 
 impl<D: Device> Default for Session<D> {
@@ -42,6 +45,7 @@ impl<D: Device> Default for Session<D> {
             sets: Vec::new(),
             targets: None,
             counts: Arc::default(),
+            has_graphs: false,
         }
     }
 }
@@ -98,16 +102,10 @@ impl<D: Device> Preparer<D> {
         };
         let kept = self.sessions.entry(session).or_default();
         let counts = Arc::clone(&kept.counts);
-        let words = memory.parameters().pair_words();
-        let lanes = match words.is_empty() {
-            true => None,
-            false => {
-                let words = self.device.share_words(memory.mapping(), words)?;
-                Some(Lanes::open(memory.clone(), words, resumed, Arc::clone(&counts)))
-            }
-        };
+        let streams = Streams::open(&*self.device, memory, resumed, &counts)?;
+        kept.has_graphs = streams.is_some();
         let selected_max = kept.targets.as_deref().map_or(0, selected_max);
-        self.executor.open(session, ring, bell, lanes, (selected_max, counts))
+        self.executor.open(session, ring, bell, streams, (selected_max, counts))
     }
 
     /// Maps some pieces of a region; with the last ones it is there, after a refusal nothing of it is. A part of another
@@ -263,6 +261,31 @@ impl<D: Device> Preparer<D> {
         self.install(session)
     }
 
+    /// Arms slots of captured graphs, all or none. `resumed`: an earlier device process had them armed; then they are checked only
+    /// when their graphs ring, since layers may sleep.
+    pub(super) fn arm(
+        &mut self,
+        session: SessionId,
+        slots: Vec<SlotRecord>,
+        resumed: bool,
+    ) -> Result<(), Refusal> {
+        let kept = self.sessions.get(&session).filter(|kept| kept.has_graphs);
+        let kept = kept.ok_or_else(|| no_graphs(session))?;
+        if !resumed {
+            let (table, hook_epoch) = (kept.table(), self.executor.hook_epoch());
+            for slot in &slots {
+                check(Some(&table), &slot.request, hook_epoch, MonotonicNs(0))
+                    .map_err(|fault| fault.to_refusal())?;
+            }
+        }
+        self.executor.arm(session, slots, resumed)
+    }
+
+    /// Disarms a captured graph.
+    pub(super) fn disarm(&self, session: SessionId, pair: PairNumber) -> Result<(), Refusal> {
+        self.executor.disarm(session, pair)
+    }
+
     /// Withdraws what a session published.
     pub(super) fn withdraw(&mut self, session: SessionId) -> Result<(), Refusal> {
         let Some(kept) = self.sessions.get_mut(&session) else { return Ok(()) };
@@ -328,4 +351,9 @@ fn stale(moved: &RebindRecord) -> Refusal {
         RefusalCode::StalePlan,
         format!("Binding {} is not published in this session", moved.binding),
     )
+}
+
+fn no_graphs(session: SessionId) -> Refusal {
+    let sentence = format!("Session {session} has no session memory with words for graphs");
+    Refusal::new(RefusalCode::VersionMismatch, sentence).about("pair")
 }

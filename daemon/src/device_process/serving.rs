@@ -5,11 +5,11 @@ use std::os::fd::OwnedFd;
 use statecopy_descriptors::{Connection, Doorbell, MESSAGE_BYTES_MAX};
 use statecopy_kernels::device::Device;
 use statecopy_proto::{Incarnation, Refusal, SessionId};
-use statecopy_session::{Identity, LayoutError, Parameters, SessionMemory};
+use statecopy_session::{Identity, LayoutError, PairNumber, Parameters, SessionMemory};
 
 use crate::link::{self, FindingMessage, LinkError, PIECES_A_PART, Reply, Request};
 use crate::record::{
-    LayerRecord, Progress, RebindRecord, RegistrationRecord, RingInspection, SetRecord,
+    LayerRecord, Progress, RebindRecord, RegistrationRecord, RingInspection, SetRecord, SlotRecord,
 };
 
 use super::preparer::Preparer;
@@ -23,6 +23,7 @@ const REQUEST_DESCRIPTORS: usize = PIECES_A_PART;
 struct Parts {
     registration: RegistrationRecord,
     moves: Vec<RebindRecord>,
+    slots: Vec<SlotRecord>,
 }
 
 /// Serves until the supervisor asks for the end.
@@ -107,6 +108,20 @@ fn answer<D: Device>(
                 return Ok(vec![Reply::Taken]);
             }
             Ok(done(preparer.rebind(session, &std::mem::take(&mut parts.moves))))
+        }
+        Request::ArmGraphs { session, slots, last, resumed } => {
+            let slots: Result<Vec<SlotRecord>, _> =
+                slots.into_iter().map(TryInto::try_into).collect();
+            parts.slots.extend(slots?);
+            if !last {
+                return Ok(vec![Reply::Taken]);
+            }
+            Ok(done(preparer.arm(session, std::mem::take(&mut parts.slots), resumed)))
+        }
+        Request::DisarmGraph { session, pair } => {
+            let none = LinkError::OutOfTurn("a pair that no graph has");
+            let pair = PairNumber::of_graph(pair).ok_or(none)?;
+            Ok(done(preparer.disarm(session, pair)))
         }
         Request::Drain => Ok(done(preparer.drain())),
         Request::ReleaseLayers { session } => Ok(done(preparer.withdraw(session))),

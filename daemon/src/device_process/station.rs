@@ -23,8 +23,9 @@ use crate::counters::{Counter, Counters};
 
 use super::copying::{Copied, Inline, Progress, Running};
 use super::counts::RingCounts;
-use super::lanes::Lanes;
+use super::graphs::Graphs;
 use super::sessions::Sessions;
+use super::streams::{Service, Streams};
 
 /// Deaths of the device process under a request after which it is not run again.
 pub(super) const DEATHS_MAX: u8 = 2;
@@ -85,7 +86,7 @@ pub(super) struct Station<D: Device> {
     closing: Closing,
     counts: Arc<RingCounts>,
     /// `None` where the session memory has none.
-    lanes: Option<Lanes<D>>,
+    streams: Option<Streams<D>>,
 }
 
 /// Whether the ring makes sense.
@@ -119,13 +120,18 @@ impl<D: Device> Station<D> {
             health: Health::Sound,
             closing: Closing::Open,
             counts,
-            lanes: None,
+            streams: None,
         }
     }
 
-    /// The same with lanes.
-    pub(super) fn with_lanes(self, lanes: Option<Lanes<D>>) -> Self {
-        Self { lanes, ..self }
+    /// The same with lanes and graphs.
+    pub(super) fn with_streams(self, streams: Option<Streams<D>>) -> Self {
+        Self { streams, ..self }
+    }
+
+    /// The session's graphs.
+    pub(super) fn graphs(&mut self) -> Option<&mut Graphs<D>> {
+        self.streams.as_mut().map(|streams| &mut streams.graphs)
     }
 
     pub(super) fn scope(&self) -> Scope {
@@ -140,12 +146,12 @@ impl<D: Device> Station<D> {
     /// Whether a copy of that session runs here.
     pub(super) fn works_for(&self, session: SessionId) -> bool {
         self.job.as_ref().is_some_and(|job| job.session == session)
-            || self.serves(session) && self.lanes.as_ref().is_some_and(Lanes::is_busy)
+            || self.serves(session) && self.streams.as_ref().is_some_and(Streams::is_busy)
     }
 
     /// Whether a bell may ring, which wakes nobody.
     pub(super) fn awaits_bell(&self) -> bool {
-        self.lanes.as_ref().is_some_and(Lanes::awaits_bell)
+        self.streams.as_ref().is_some_and(Streams::awaits_bell)
     }
 
     /// The daemon drains: what was submitted is served, what comes later is DRAINING. True once nothing is left to serve; what was
@@ -157,9 +163,12 @@ impl<D: Device> Station<D> {
         }
         if self.closing == Closing::Open {
             self.closing = Closing::Emptying(self.ring.parameters().slots());
+            if let Some(graphs) = self.graphs() {
+                graphs.drain();
+            }
         }
-        let lanes_rest = self.lanes.as_ref().is_none_or(|lanes| !lanes.is_due());
-        self.closing == Closing::Closed && self.job.is_none() && lanes_rest
+        let streams_rest = self.streams.as_ref().is_none_or(|streams| !streams.is_due());
+        self.closing == Closing::Closed && self.job.is_none() && streams_rest
     }
 
     /// Takes new buffers for inline indices and flags; gives the old ones back.
@@ -172,7 +181,7 @@ impl<D: Device> Station<D> {
         self.health = Health::Told;
     }
 
-    /// Does one bounded thing for the ring, and one for the lanes. `paused`: only what runs goes on.
+    /// Does one bounded thing for the ring, and one for the lanes and the graphs. `paused`: only what runs goes on.
     ///
     /// # Errors
     /// [`Trouble`].
@@ -187,22 +196,25 @@ impl<D: Device> Station<D> {
             None if paused => Turn::Idle,
             _ => self.turn_of_ring(launcher, sessions, counters)?,
         };
-        Ok(ring.max(self.turn_of_lanes(launcher, sessions, counters, paused)?))
+        Ok(ring.max(self.turn_of_streams(launcher, sessions, counters, paused)?))
     }
 
-    fn turn_of_lanes(
+    fn turn_of_streams(
         &mut self,
         launcher: &mut D::Launcher,
         sessions: &Sessions<D>,
         counters: &Counters,
         paused: bool,
     ) -> Result<Turn, Trouble> {
-        let (Some(lanes), Scope::Session(session)) = (&mut self.lanes, self.scope) else {
+        let (Some(streams), Scope::Session(session)) = (&mut self.streams, self.scope) else {
             return Ok(Turn::Idle);
         };
         // What runs goes on to its end, whatever became of the words: the session's own end waits for it.
-        let how = (paused || self.health != Health::Sound, self.closing != Closing::Open);
-        let turn = lanes.turn(launcher, (sessions, sessions.table(session)), counters, how);
+        let how = Service {
+            paused: paused || self.health != Health::Sound,
+            closed: self.closing != Closing::Open,
+        };
+        let turn = streams.turn(launcher, (sessions, sessions.table(session)), counters, how);
         if let Err(Trouble::Ring(broken)) = turn {
             self.health = Health::Broken(broken);
         }
@@ -237,8 +249,8 @@ impl<D: Device> Station<D> {
         if self.job.as_ref().is_some_and(|job| job.running.has_begun()) {
             self.finish(Err(Subject::Device.fault(0, 0)), counters);
         }
-        if let Some(lanes) = &mut self.lanes {
-            lanes.lose(counters);
+        if let Some(streams) = &mut self.streams {
+            streams.lose(counters);
         }
     }
 
@@ -360,7 +372,7 @@ impl<D: Device> Station<D> {
     pub(super) fn prepare_sleep(&mut self) -> bool {
         self.job.is_none()
             && self.ring.prepare_sleep()
-            && self.lanes.as_ref().is_none_or(Lanes::may_sleep)
+            && self.streams.as_ref().is_none_or(Streams::may_sleep)
     }
 
     /// Says that the executor is awake.

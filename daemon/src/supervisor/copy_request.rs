@@ -8,8 +8,11 @@ use statecopy_proto::{
     BindingId, DataType, Direction, IndexWidth, Lane, Refusal, RefusalCode, RegionId, SessionId,
     SignatureHash, v1,
 };
+use statecopy_session::layout::{LANES, PAIRS};
+use statecopy_session::{CopyDescriptor, MonotonicNs, PairNumber, SlotNumber};
 
 use super::device::{Copy, CopyFlags, CopyIndices};
+use crate::record::SlotRecord;
 
 /// Reads a copy request.
 ///
@@ -43,6 +46,70 @@ pub(crate) fn parse_copy(
         lane: Lane(request.lane),
         deadline,
     })
+}
+
+/// Reads a slot of a captured graph, of a copy that may wait `default_ms` for its start after each bell unless it says otherwise.
+///
+/// # Errors
+/// QUOTA_EXCEEDED for a pair or a slot that there is not; as of a copy; INDEX_TYPE where indices or flags are inline.
+pub(crate) fn parse_slot(
+    session: SessionId,
+    request: v1::ArmGraphRequest,
+    default_ms: u32,
+) -> Result<SlotRecord, Refusal> {
+    let pair = parse_pair(request.pair)?;
+    let slot = SlotNumber::new(request.slot.into()).ok_or_else(|| {
+        let (given, most) = (request.slot, SlotNumber::MAX.get());
+        let sentence = format!("A graph has the slots 1 to {most}, and no slot {given}");
+        Refusal::new(RefusalCode::QuotaExceeded, sentence).about("slot")
+    })?;
+    let (direction, copy) = parse_direction(request.copy.unwrap_or_default())?;
+    let ms = if copy.deadline_ms == 0 { default_ms } else { copy.deadline_ms };
+    let copy = parse_copy(session, direction, copy, Instant::now())?;
+    let patience_ns = u64::from(ms) * 1_000_000;
+    let request = copy.request(MonotonicNs::NEVER, MonotonicNs(0));
+    let descriptor = CopyDescriptor::encode_ordered(slot.sequence(), &request, patience_ns);
+    let request = descriptor.parse_ordered().map_err(|fault| fault.to_refusal())?;
+    Ok(SlotRecord { pair, slot, request, patience_ns })
+}
+
+/// Reads the number of a graph's pair.
+///
+/// # Errors
+/// QUOTA_EXCEEDED where graphs have no such pair.
+pub(crate) fn parse_pair(pair: u32) -> Result<PairNumber, Refusal> {
+    PairNumber::of_graph(pair).ok_or_else(|| {
+        let last = PAIRS - 1;
+        let sentence = format!("Graphs have the pairs {LANES} to {last}, and no pair {pair}");
+        Refusal::new(RefusalCode::QuotaExceeded, sentence).about("pair")
+    })
+}
+
+/// Reads which way a copy goes.
+///
+/// # Errors
+/// PACKED_MISMATCH when it does not say so, or there is no copy.
+pub(crate) fn parse_direction(
+    directed: v1::DirectedCopy,
+) -> Result<(Direction, v1::CopyRequest), Refusal> {
+    let direction = match v1::Direction::try_from(directed.direction) {
+        Ok(v1::Direction::Gather) => Some(Direction::Gather),
+        Ok(v1::Direction::Scatter) => Some(Direction::Scatter),
+        Ok(v1::Direction::Unspecified) | Err(_) => None,
+    };
+    match (direction, directed.copy) {
+        (Some(direction), Some(copy)) => Ok((direction, copy)),
+        (None, _) => Err(Refusal::new(
+            RefusalCode::PackedMismatch,
+            "The copy does not say whether the packed buffer is gathered into or scattered from",
+        )
+        .about("direction")),
+        (_, None) => Err(Refusal::new(
+            RefusalCode::PackedMismatch,
+            "The directed copy holds no copy request",
+        )
+        .about("copy")),
+    }
 }
 
 fn parse_indices(

@@ -13,13 +13,16 @@ use statecopy_proto::{
     BindingId, DataType, Direction, IndexWidth, Lane, Refusal, RefusalCode, RegionId, SessionId,
     SignatureHash,
 };
+use statecopy_session::{
+    CopyRequest, FlagSource, IndexSource, Indices, MonotonicNs, Packed, PairNumber,
+};
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::counters::Counters;
 use crate::machine::Found;
 use crate::record::{
     DeviceInspection, Progress, PublishedBinding, RebindRecord, RegionRecord, RegistrationRecord,
-    RingRecord,
+    RingRecord, SlotRecord,
 };
 
 /// What is known of the device process now.
@@ -86,6 +89,40 @@ pub struct Copy {
     pub deadline: Instant,
 }
 
+impl Copy {
+    /// The copy as a session memory carries it, with that deadline. What is inline is in this copy alone.
+    #[must_use]
+    pub fn request(&self, deadline: MonotonicNs, submitted_at: MonotonicNs) -> CopyRequest {
+        let (width, source) = match &self.indices {
+            CopyIndices::Inline(width, _) => (*width, IndexSource::Inline),
+            CopyIndices::Shared(width, region, offset) => {
+                (*width, IndexSource::Shared { region: *region, offset: *offset })
+            }
+        };
+        let flags = match &self.flags {
+            CopyFlags::None => FlagSource::None,
+            CopyFlags::Inline(_) => FlagSource::Inline,
+            CopyFlags::Shared(region, offset) => {
+                FlagSource::Shared { region: *region, offset: *offset }
+            }
+        };
+        let (region, offset, bytes) = self.packed;
+        CopyRequest {
+            session: self.session,
+            binding: self.binding,
+            signature: self.signature,
+            direction: self.direction,
+            selected: self.selected,
+            packed: Packed { region, offset, bytes, dtype: self.packed_dtype.number() },
+            indices: Indices { width, source },
+            flags,
+            lane: self.lane,
+            deadline,
+            submitted_at,
+        }
+    }
+}
+
 /// What the keeper of the device process is asked. Each carries the way back for its answer.
 #[derive(Debug)]
 pub(crate) enum Command {
@@ -101,6 +138,10 @@ pub(crate) enum Command {
     Rebind(SessionId, Vec<RebindRecord>, Answer<()>),
     /// Withdraw what a session published.
     ReleaseLayers(SessionId, Answer<()>),
+    /// Arm a slot of a captured graph.
+    ArmGraph(SessionId, SlotRecord, Answer<()>),
+    /// Disarm the slots of a pair.
+    DisarmGraph(SessionId, PairNumber, Answer<()>),
     /// Forget a session.
     CloseSession(SessionId, Answer<()>),
     /// Submit a copy.
@@ -281,6 +322,22 @@ impl DeviceHandle {
     /// UNAVAILABLE when the device is gone for good.
     pub async fn release_layers(&self, session: SessionId) -> Result<(), Refusal> {
         self.ask(|answer| Command::ReleaseLayers(session, answer)).await
+    }
+
+    /// Arms a slot of a captured graph until its pair is disarmed or the session closes, also after a death of the device process.
+    ///
+    /// # Errors
+    /// As of a copy; nothing is armed then.
+    pub async fn arm_graph(&self, session: SessionId, slot: SlotRecord) -> Result<(), Refusal> {
+        self.ask(|answer| Command::ArmGraph(session, slot, answer)).await
+    }
+
+    /// Disarms the slots of a pair, and lets its graph go on for good. Answers when no copy of it runs.
+    ///
+    /// # Errors
+    /// UNAVAILABLE when the device is gone for good.
+    pub async fn disarm_graph(&self, session: SessionId, pair: PairNumber) -> Result<(), Refusal> {
+        self.ask(|answer| Command::DisarmGraph(session, pair, answer)).await
     }
 
     /// Forgets a session: withdraws, unmaps, drops records. Answers when nothing of it is left.

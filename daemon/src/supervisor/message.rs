@@ -32,6 +32,7 @@ pub(crate) fn limits(limits: &Limits) -> v1::Limits {
         selected_max: limits.selected_max,
         region_bytes_max: limits.region_bytes_max,
         pieces_max: limits.pieces_max,
+        graph_slots_max: limits.graph_slots_max,
     }
 }
 

@@ -43,6 +43,8 @@ pub(crate) enum Method {
     RegisterLayers,
     Rebind,
     ReleaseLayers,
+    ArmGraph,
+    DisarmGraph,
     Gather,
     Scatter,
     CopyMany,
@@ -53,7 +55,7 @@ pub(crate) enum Method {
 
 impl Method {
     /// Every method.
-    pub(crate) const ALL: [Self; 14] = [
+    pub(crate) const ALL: [Self; 16] = [
         Self::Open,
         Self::Events,
         Self::Close,
@@ -62,6 +64,8 @@ impl Method {
         Self::RegisterLayers,
         Self::Rebind,
         Self::ReleaseLayers,
+        Self::ArmGraph,
+        Self::DisarmGraph,
         Self::Gather,
         Self::Scatter,
         Self::CopyMany,
@@ -81,6 +85,8 @@ impl Method {
             Self::RegisterLayers => "RegisterLayers",
             Self::Rebind => "Rebind",
             Self::ReleaseLayers => "ReleaseLayers",
+            Self::ArmGraph => "ArmGraph",
+            Self::DisarmGraph => "DisarmGraph",
             Self::Gather => "Gather",
             Self::Scatter => "Scatter",
             Self::CopyMany => "CopyMany",

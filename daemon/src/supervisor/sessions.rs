@@ -6,6 +6,7 @@
 
 mod attach;
 mod ending;
+mod graphs;
 mod publication;
 mod ring;
 mod session;

@@ -17,12 +17,14 @@
 //! a line of 128 bytes: that is two cache lines of x86, which fetches them in pairs, and one of the larger ARM server cores.
 //! All numbers are in the byte order of the machine: both sides run on one.
 
+use std::num::NonZeroU16;
 use std::ops::Range;
 
 use statecopy_proto::{Incarnation, SessionId};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::clock::MonotonicNs;
+use crate::ring::Sequence;
 
 /// The first eight bytes.
 pub const MAGIC: [u8; 8] = *b"scsessio";
@@ -166,6 +168,33 @@ impl PairNumber {
     #[must_use]
     pub fn get(self) -> u32 {
         self.0
+    }
+}
+
+/// A slot of a graph pair: one copy that the graph replays. What it rings with, so never 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SlotNumber(NonZeroU16);
+
+impl SlotNumber {
+    /// The last one.
+    pub const MAX: Self = Self(NonZeroU16::MAX);
+
+    /// The slot of that number, if there is one: 1 to 65,535.
+    #[must_use]
+    pub fn new(number: u64) -> Option<Self> {
+        u16::try_from(number).ok().and_then(NonZeroU16::new).map(Self)
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn get(self) -> u64 {
+        self.0.get().into()
+    }
+
+    /// The sequence in the descriptor of its copy: the same number.
+    #[must_use]
+    pub fn sequence(self) -> Sequence {
+        Sequence::of(self.get())
     }
 }
 

@@ -55,7 +55,7 @@ pub use self::{
     },
     executor::{Executor, Taken, Waker},
     fault::{Fault, Subject, UnknownSubject},
-    layout::{Identity, LaneNumber, LayoutError, PairNumber, Parameters},
+    layout::{Identity, LaneNumber, LayoutError, PairNumber, Parameters, SlotNumber},
     memory::{MappedLane, MappedPair, SessionMemory, SessionMemoryError},
     submitter::{PollError, Progress, SubmitError, Submitter, WaitError},
     watch::{Looked, Spin, Watch},

@@ -240,6 +240,11 @@ impl SessionMemory {
         count.store_release(count.load_relaxed().wrapping_add(1));
     }
 
+    /// Forgets why a pair was failed: it serves anew.
+    pub fn clear_failure(&self, pair: PairNumber) {
+        inside(self.mapping.write_words(self.parameters.failure_at(pair), &[0; ANSWER_WORDS]));
+    }
+
     /// Why a pair was failed, if anything was written there.
     ///
     /// # Errors

@@ -135,6 +135,13 @@ impl<W: PairWords> PairTaker<W> {
         self.words.done().store_release(begun);
     }
 
+    /// Lets the graph's wait go on, where no stream was asked for anything. None has a write to `done` under way.
+    pub fn settle_by_hand(&self) {
+        assert_eq!(self.stand, Stand::Running, "a copy is settled before it is finished");
+        // SYNC: as the stream's own write.
+        self.words.done().store_release(DONE);
+    }
+
     /// The stream wrote [`DONE`], and then told the executor.
     pub fn finish(&mut self) {
         assert_eq!(self.stand, Stand::Running, "a copy is finished once");
@@ -153,9 +160,12 @@ impl<W: PairWords> PairTaker<W> {
         self.stand == Stand::Failed
     }
 
-    /// Whether a graph waits for the executor, or a copy runs.
+    /// Whether a copy runs, or would if it were looked for.
     pub fn is_rung(&self) -> bool {
-        self.stand == Stand::Running
-            || self.stand != Stand::Failed && self.words.bell().load_relaxed() != 0
+        match self.stand {
+            Stand::Running => true,
+            Stand::Idle => self.words.bell().load_relaxed() != 0,
+            Stand::Answered | Stand::Failed => false,
+        }
     }
 }

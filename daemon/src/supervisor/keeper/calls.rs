@@ -117,6 +117,10 @@ impl Call {
             Some(Command::ReleaseLayers(session, _)) => {
                 plain(Request::ReleaseLayers { session: *session })
             }
+            Some(Command::ArmGraph(session, slot, _)) => records::arm(*session, [slot], false),
+            Some(Command::DisarmGraph(session, pair, _)) => {
+                plain(Request::DisarmGraph { session: *session, pair: pair.get() })
+            }
             Some(Command::CloseSession(session, _)) => {
                 plain(Request::CloseSession { session: *session })
             }
@@ -219,6 +223,16 @@ impl Call {
                 records.withdraw(session);
                 drop(answer.send(done));
             }
+            Some(Command::ArmGraph(session, slot, answer)) => {
+                if accepted {
+                    records.arm(session, slot);
+                }
+                drop(answer.send(done));
+            }
+            Some(Command::DisarmGraph(session, pair, answer)) => {
+                records.disarm(session, pair);
+                drop(answer.send(done));
+            }
             Some(Command::CloseSession(session, answer)) => {
                 records.close(session);
                 drop(answer.send(done));
@@ -272,6 +286,8 @@ impl Call {
                 | Command::DropRegion(_, _, answer)
                 | Command::Rebind(_, _, answer)
                 | Command::ReleaseLayers(_, answer)
+                | Command::ArmGraph(_, _, answer)
+                | Command::DisarmGraph(_, _, answer)
                 | Command::CloseSession(_, answer)
                 | Command::Drain(answer)
                 | Command::Shutdown(answer),
@@ -292,6 +308,26 @@ pub(super) struct Replayed {
     pub(super) broken: Vec<(SessionId, String)>,
 }
 
+/// What a record is of that a new device process is told.
+#[derive(Debug, Clone, Copy)]
+enum About {
+    Region(RegionId),
+    Layers,
+    Ring,
+    Graphs,
+}
+
+impl About {
+    fn of(first: Option<&Message>) -> Self {
+        match first {
+            Some((Request::ImportRegion { region, .. }, _)) => Self::Region(*region),
+            Some((Request::OpenSession { .. }, _)) => Self::Ring,
+            Some((Request::ArmGraphs { .. }, _)) => Self::Graphs,
+            _ => Self::Layers,
+        }
+    }
+}
+
 /// Tells a new device process everything again.
 pub(super) async fn replay(
     process: &mut DeviceProcess,
@@ -300,11 +336,7 @@ pub(super) async fn replay(
     let mut replayed = Replayed::default();
     for (session, messages) in requests {
         let id = process.next_id();
-        let (region, opens) = match messages.first() {
-            Some((Request::ImportRegion { region, .. }, _)) => (Some(*region), false),
-            Some((Request::OpenSession { .. }, _)) => (None, true),
-            _ => (None, false),
-        };
+        let about = About::of(messages.first());
         let mut call = Call { parts: messages.into(), ..Call::of(None, true) };
         loop {
             if let Some(part) = call.next_part() {
@@ -322,14 +354,17 @@ pub(super) async fn replay(
                 break;
             }
         }
-        match (call.heard.refused, region) {
-            (Some(refusal), Some(region)) => replayed.lost.push((session, region, refusal)),
+        match (call.heard.refused, about) {
+            (Some(refusal), About::Region(region)) => {
+                replayed.lost.push((session, region, refusal));
+            }
             // Nobody serves it: its worker must hear of it, or waits for ever.
-            (Some(refusal), None) if opens => {
+            (Some(refusal), About::Ring) => {
                 replayed.broken.push((session, refusal.sentence().to_owned()));
             }
-            (Some(refusal), None) => replayed.refused.push((session, refusal)),
-            (None, _) => {}
+            (Some(refusal), About::Layers) => replayed.refused.push((session, refusal)),
+            // Graphs are refused with their ring, of which the worker hears.
+            (Some(_), About::Graphs) | (None, _) => {}
         }
     }
     Ok(replayed)

@@ -16,10 +16,7 @@ use std::time::Instant;
 
 use statecopy_kernels::device::Moved;
 use statecopy_proto::{Refusal, RefusalCode};
-use statecopy_session::{
-    CopyRequest, FlagSource, IndexSource, Indices, MonotonicNs, Packed, Progress, Sequence,
-    SubmitError, Submitter,
-};
+use statecopy_session::{MonotonicNs, Progress, Sequence, SubmitError, Submitter};
 
 use super::super::device::{Answer, Copy, CopyFlags, CopyIndices};
 
@@ -159,33 +156,15 @@ fn lost() -> Refusal {
 
 fn submit_one(ring: &mut Submitter, pending: &Pending) -> Result<Sequence, SubmitError> {
     let copy = &*pending.copy;
-    let (width, index_source, index_bytes) = match &copy.indices {
-        CopyIndices::Inline(width, bytes) => (*width, IndexSource::Inline, bytes.as_slice()),
-        CopyIndices::Shared(width, region, offset) => {
-            (*width, IndexSource::Shared { region: *region, offset: *offset }, &[][..])
-        }
+    let index_bytes = match &copy.indices {
+        CopyIndices::Inline(_, bytes) => bytes.as_slice(),
+        CopyIndices::Shared(..) => &[],
     };
-    let (flags, flag_bytes) = match &copy.flags {
-        CopyFlags::None => (FlagSource::None, &[][..]),
-        CopyFlags::Inline(bytes) => (FlagSource::Inline, bytes.as_slice()),
-        CopyFlags::Shared(region, offset) => {
-            (FlagSource::Shared { region: *region, offset: *offset }, &[][..])
-        }
+    let flag_bytes = match &copy.flags {
+        CopyFlags::Inline(bytes) => bytes.as_slice(),
+        CopyFlags::None | CopyFlags::Shared(..) => &[],
     };
-    let (region, offset, bytes) = copy.packed;
-    let request = CopyRequest {
-        session: copy.session,
-        binding: copy.binding,
-        signature: copy.signature,
-        direction: copy.direction,
-        selected: copy.selected,
-        packed: Packed { region, offset, bytes, dtype: copy.packed_dtype.number() },
-        indices: Indices { width, source: index_source },
-        flags,
-        lane: copy.lane,
-        deadline: deadline(pending),
-        submitted_at: MonotonicNs::now(),
-    };
+    let request = copy.request(deadline(pending), MonotonicNs::now());
     ring.try_submit(&request, index_bytes, flag_bytes)
 }
 

@@ -5,10 +5,12 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use statecopy_proto::{RegionId, SessionId};
+use statecopy_session::PairNumber;
 
-use crate::link::{self, LinkError, PIECES_A_PART, Request};
+use crate::link::{self, LinkError, PIECES_A_PART, Request, SlotMessage};
 use crate::record::{
     HandleRecord, PieceRecord, RebindRecord, RegionRecord, RegistrationRecord, RingRecord,
+    SlotRecord,
 };
 
 /// A request of the link, with the descriptors that go along.
@@ -20,6 +22,7 @@ struct SessionRecords {
     ring: Option<RingRecord>,
     regions: BTreeMap<RegionId, RegionRecord>,
     registration: Option<RegistrationRecord>,
+    graphs: BTreeMap<PairNumber, Vec<SlotRecord>>,
 }
 
 /// All sessions' records, in the order of their ids.
@@ -64,6 +67,17 @@ impl Records {
         }
     }
 
+    pub(super) fn arm(&mut self, session: SessionId, slot: SlotRecord) {
+        let records = self.sessions.entry(session).or_default();
+        records.graphs.entry(slot.pair).or_default().push(slot);
+    }
+
+    pub(super) fn disarm(&mut self, session: SessionId, pair: PairNumber) {
+        if let Some(records) = self.sessions.get_mut(&session) {
+            records.graphs.remove(&pair);
+        }
+    }
+
     pub(super) fn close(&mut self, session: SessionId) {
         self.sessions.remove(&session);
     }
@@ -78,9 +92,13 @@ impl Records {
             if let Some(registration) = &records.registration {
                 requests.push((*session, register(*session, registration, true)?));
             }
-            // Last: what the ring holds is served against the tables above.
+            // Then: what the ring holds is served against the tables above.
             if let Some(ring) = &records.ring {
                 requests.push((*session, vec![open(*session, ring, true)]));
+            }
+            // Last: graphs ring in the memory that came with the ring.
+            if !records.graphs.is_empty() {
+                requests.push((*session, arm(*session, records.graphs.values().flatten(), true)?));
             }
         }
         Ok(requests)
@@ -149,5 +167,19 @@ pub(super) fn rebind(
     let last_at = parts.len() - 1;
     let message =
         |(at, layers)| (Request::Rebind { session, layers, last: at == last_at }, Vec::new());
+    Ok(parts.into_iter().enumerate().map(message).collect())
+}
+
+/// The messages that arm slots. `resumed`: an earlier device process had armed them.
+pub(super) fn arm<'a>(
+    session: SessionId,
+    slots: impl IntoIterator<Item = &'a SlotRecord>,
+    resumed: bool,
+) -> Result<Vec<Message>, LinkError> {
+    let parts = link::chunks(slots.into_iter().map(SlotMessage::from).collect())?;
+    let last_at = parts.len() - 1;
+    let message = |(at, slots)| {
+        (Request::ArmGraphs { session, slots, last: at == last_at, resumed }, Vec::new())
+    };
     Ok(parts.into_iter().enumerate().map(message).collect())
 }

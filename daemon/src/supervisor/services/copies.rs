@@ -3,11 +3,11 @@
 use std::time::Instant;
 
 use statecopy_proto::v1::copy_service_server::CopyService;
-use statecopy_proto::{Direction, Refusal, RefusalCode, v1};
+use statecopy_proto::{Direction, Refusal, v1};
 use tonic::{Request, Response, Status};
 
 use super::{Deadline, Method, Services};
-use crate::supervisor::copy_request::parse_copy;
+use crate::supervisor::copy_request::{parse_copy, parse_direction};
 use crate::supervisor::message;
 use crate::supervisor::sessions::Grant;
 
@@ -102,26 +102,5 @@ impl Services {
         let answer = grant.device.copy(copy).await;
         self.control.metrics.copied(direction, submitted.elapsed());
         answer.map(|moved| message::copy_reply(self.control.incarnation, moved))
-    }
-}
-
-fn parse_direction(directed: v1::DirectedCopy) -> Result<(Direction, v1::CopyRequest), Refusal> {
-    let direction = match v1::Direction::try_from(directed.direction) {
-        Ok(v1::Direction::Gather) => Some(Direction::Gather),
-        Ok(v1::Direction::Scatter) => Some(Direction::Scatter),
-        Ok(v1::Direction::Unspecified) | Err(_) => None,
-    };
-    match (direction, directed.copy) {
-        (Some(direction), Some(copy)) => Ok((direction, copy)),
-        (None, _) => Err(Refusal::new(
-            RefusalCode::PackedMismatch,
-            "The copy does not say whether the packed buffer is gathered into or scattered from",
-        )
-        .about("direction")),
-        (_, None) => Err(Refusal::new(
-            RefusalCode::PackedMismatch,
-            "The directed copy holds no copy request",
-        )
-        .about("copy")),
     }
 }

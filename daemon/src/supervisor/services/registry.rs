@@ -1,4 +1,4 @@
-//! RegisterRegion, ReleaseRegion, RegisterLayers, Rebind, ReleaseLayers.
+//! RegisterRegion, ReleaseRegion, RegisterLayers, Rebind, ReleaseLayers, ArmGraph, DisarmGraph.
 //!
 //! Each works in its session's turn and comes to its end whatever becomes of the caller, so that supervisor and device
 //! process always agree on what a session owns.
@@ -14,6 +14,7 @@ use tonic::{Request, Response, Status};
 use super::{Deadline, Method, Services, goes_on, turn};
 use crate::record::RegionRecord;
 use crate::supervisor::control::Control;
+use crate::supervisor::copy_request::{parse_pair, parse_slot};
 use crate::supervisor::offered::{Offered, Terms};
 use crate::supervisor::registering::{self, Registering};
 use crate::supervisor::registration::Ground;
@@ -113,6 +114,42 @@ impl RegistryService for Services {
             };
             self.to_the_end(deadline, release).await?;
             Ok(v1::ReleaseLayersReply { incarnation: self.control.incarnation.to_vec() })
+        })
+        .await
+    }
+
+    async fn arm_graph(
+        &self,
+        request: Request<v1::ArmGraphRequest>,
+    ) -> Result<Response<v1::ArmGraphReply>, Status> {
+        self.answer(Method::ArmGraph, async {
+            let default_ms = self.control.settings.default_deadline_ms;
+            let (work, request) =
+                self.work(request, default_ms, |request| request.session.take())?;
+            let deadline = work.deadline;
+            self.to_the_end(deadline, arm_graph(work, request)).await?;
+            Ok(v1::ArmGraphReply { incarnation: self.control.incarnation.to_vec() })
+        })
+        .await
+    }
+
+    async fn disarm_graph(
+        &self,
+        request: Request<v1::DisarmGraphRequest>,
+    ) -> Result<Response<v1::DisarmGraphReply>, Status> {
+        self.answer(Method::DisarmGraph, async {
+            let default_ms = self.control.settings.default_deadline_ms;
+            let (grant, deadline, request) =
+                self.grant(request, default_ms, |request| request.session.take())?;
+            let pair = parse_pair(request.pair)?;
+            let control = Arc::clone(&self.control);
+            let disarm = async move {
+                let _turn = turn(&grant, deadline).await?;
+                grant.device.disarm_graph(grant.id, pair).await?;
+                control.sessions.remove_slots(grant.id, pair)
+            };
+            self.to_the_end(deadline, disarm).await?;
+            Ok(v1::DisarmGraphReply { incarnation: self.control.incarnation.to_vec() })
         })
         .await
     }
@@ -271,4 +308,20 @@ async fn rebind(work: Work, request: v1::RebindRequest) -> Result<(), Refusal> {
     let moved = Arc::new(published.moved(&moves));
     work.grant.device.rebind(id, moves).await?;
     sessions.move_layers(id, moved)
+}
+
+async fn arm_graph(work: Work, request: v1::ArmGraphRequest) -> Result<(), Refusal> {
+    let Work { control, grant, deadline, .. } = &work;
+    if !grant.version.has_lanes() {
+        let version = grant.version.get();
+        let sentence = format!("A session of protocol version {version} has no graphs");
+        return Err(Refusal::new(RefusalCode::VersionMismatch, sentence).about("pair"));
+    }
+    let _turn = turn(grant, *deadline).await?;
+    let (sessions, id) = (&control.sessions, grant.id);
+    sessions.published(id)?;
+    let slot = parse_slot(id, request, control.settings.default_deadline_ms)?;
+    sessions.check_slot(id, slot.pair, slot.slot)?;
+    grant.device.arm_graph(id, slot).await?;
+    sessions.add_slot(id, slot.pair, slot.slot)
 }

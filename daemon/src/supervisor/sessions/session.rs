@@ -1,12 +1,12 @@
 //! One session in the table.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use statecopy_kernels::device::AllocationId;
 use statecopy_proto::{ProtocolVersion, Refusal, RefusalCode, RegionId, SessionId, v1};
-use statecopy_session::SessionMemory;
+use statecopy_session::{PairNumber, SessionMemory, SlotNumber};
 use tokio::sync::{Semaphore, mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -57,6 +57,8 @@ pub(super) struct Session {
     pub(super) regions: BTreeMap<RegionId, HeldRegion>,
     /// Mapped only to be watched: what it says is the worker's.
     pub(super) ring: Option<SessionMemory>,
+    /// Slots of captured graphs that are armed, by their pair.
+    pub(super) graphs: BTreeMap<PairNumber, BTreeSet<SlotNumber>>,
     pub(super) descriptors_pending: u32,
     pub(super) events: Option<mpsc::Sender<EventItem>>,
     pub(super) copies: u64,
@@ -78,6 +80,7 @@ impl Session {
             device: opening.device,
             regions: BTreeMap::new(),
             ring: None,
+            graphs: BTreeMap::new(),
             descriptors_pending: 0,
             events: None,
             copies: 0,

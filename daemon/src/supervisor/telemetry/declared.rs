@@ -163,10 +163,15 @@ pub(crate) const LANES_FAILED: Metric = counter(
     Unit::Count,
     "Lanes of stream-ordered copies that were failed: a copy could not be made at its bell, and every wait was let go.",
 );
+pub(crate) const GRAPHS_FAILED: Metric = counter(
+    "statecopy_graphs_failed_total",
+    Unit::Count,
+    "Captured graphs that were failed: a copy could not be made at its bell, and every wait was let go.",
+);
 pub(crate) const BELL_LOOKS: Metric = counter(
     "statecopy_bell_looks_total",
     Unit::Count,
-    "Short sleeps of the executor between two looks at the bells of lanes: what waiting for streams costs while nothing runs.",
+    "Short sleeps of the executor between two looks at the bells of lanes and graphs: what waiting for streams costs while nothing runs.",
 );
 
 pub(crate) const MACHINE_FINDING: Metric = gauge(
@@ -201,7 +206,7 @@ pub(crate) const DEVICE_ORDERED_COPY: Metric = gauge(
 );
 
 /// All of them.
-pub(crate) const METRICS: [Metric; 38] = [
+pub(crate) const METRICS: [Metric; 39] = [
     BUILD_INFO,
     UPTIME,
     READY,
@@ -239,5 +244,6 @@ pub(crate) const METRICS: [Metric; 38] = [
     DEVICE_STREAM_OPERATIONS,
     DEVICE_ORDERED_COPY,
     LANES_FAILED,
+    GRAPHS_FAILED,
     BELL_LOOKS,
 ];

@@ -129,6 +129,8 @@ fn answer(script: &mut Script, command: Command) {
         Command::DropRegion(_, _, answer) => done(script, "drop", answer, Ok(())),
         Command::Rebind(_, _, answer) => done(script, "rebind", answer, Ok(())),
         Command::ReleaseLayers(_, answer) => done(script, "release", answer, Ok(())),
+        Command::ArmGraph(_, _, answer) => done(script, "arm", answer, Ok(())),
+        Command::DisarmGraph(_, _, answer) => done(script, "disarm", answer, Ok(())),
         Command::CloseSession(_, answer) => done(script, "close", answer, Ok(())),
         Command::Inspect(answer) => {
             done(script, "inspect", answer, Ok(DeviceInspection::default()));

@@ -46,15 +46,31 @@ fn replays_shake_hands_slot_by_slot() {
         words.ring(slot);
         assert_eq!(taker.look(), copy(slot, 0));
         taker.begin();
-        assert!(!words.says(IDLE | DONE));
+        assert!(!words.says(IDLE | DONE) && taker.is_rung());
         assert_eq!(taker.look(), Wanted::Nothing);
         words.write_done();
         taker.finish();
         assert_eq!(taker.look(), Wanted::Nothing);
         assert!(words.says(DONE) && !words.says(IDLE), "the graph has not seen it yet");
+        assert!(!taker.is_rung(), "there is nothing to do for it");
         words.ring(0);
         assert_eq!(taker.look(), Wanted::Nothing);
     }
+}
+
+#[test]
+fn a_copy_of_nothing_is_settled_by_hand() {
+    let words = Plain::default();
+    let mut taker = PairTaker::new(&words);
+    words.ring(1);
+    assert!(taker.is_rung() && taker.look() == copy(1, 0));
+    taker.begin();
+    taker.settle_by_hand();
+    taker.finish();
+    assert!(words.says(DONE) && !words.says(IDLE));
+    words.ring(0);
+    assert_eq!(taker.look(), Wanted::Nothing);
+    assert!(words.says(IDLE));
 }
 
 #[test]
