@@ -88,7 +88,7 @@ pub use error::{ArgumentError, BoxError, ConnectionError, Error, ProtocolError};
 pub use events::{Event, Events};
 pub use graphs::{Armed, GraphLane, Step};
 pub use in_flight::InFlight;
-pub use lanes::{LaneWord, Ordered, StreamLane};
+pub use lanes::{Asked, LaneWord, Ordered, StreamLane, Tried};
 pub use link::Session;
 pub use memory::Memory;
 pub use options::{ConnectOptions, Transport};

@@ -73,7 +73,7 @@ pub use self::guest::{CudaGuest, GuestMemory};
 pub use self::launcher::CudaLauncher;
 pub use self::management::MANAGEMENT_LIBRARY;
 pub use self::memory::{CudaImport, CudaRegion, SAME_PROCESS_SUBJECT};
-pub use self::order::{Capture, GuestWords, StreamMark, StreamOp};
+pub use self::order::{Capture, GuestWords, StreamLook, StreamMark, StreamOp};
 pub use self::registered::CudaWords;
 pub use self::selector::{CudaSelector, SelectorError};
 pub use self::variants::CudaVariants;

@@ -1,9 +1,11 @@
 //! Python's plain client on a CUDA device, over the stub driver: the whole way from a DLPack tensor to the device's memory.
 
 use std::env;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 
+use rustix::process::Signal;
 use statecopy_tests::{CudaBed, until};
 
 /// An interpreter, as `tests/run` made it.
@@ -23,19 +25,80 @@ const CASES: [&str; 9] = [
     "",
 ];
 
+const STREAM_CASES: [&str; 12] = [
+    "a gather returns at once, and comes behind what its stream was asked before",
+    "a scatter comes before what its stream is asked after it",
+    "streams do not wait for each other",
+    "values of the host are there when their turn has come",
+    "a refusal raises, and its stream goes on",
+    "results go where they are wanted, and what is submitted is waited for by the host",
+    "threads take turns on one stream",
+    "streams whose copies are done give their lanes to others",
+    "memory is given up once the copies that were put on streams are made",
+    "results lie in the pool where the library's own memory cannot be shared",
+    "a client that is host-completed returns when the bytes are there",
+    "a stream that lost a copy to the daemon's end raises until it is reset, and no other does",
+];
+
+/// An interpreter that is to run a script of this crate, over the stub driver; `None` where there is none.
+fn python(script: &str) -> Option<Command> {
+    #[expect(clippy::disallowed_methods, reason = "where tests/run put them")]
+    let (python, package) = (env::var_os(PYTHON)?, env::var_os(PACKAGE)?);
+    let mut command = Command::new(python);
+    command.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("src").join(script));
+    command.env("PYTHONPATH", package);
+    Some(command)
+}
+
+#[test]
+fn copies_of_a_python_worker_are_in_the_order_of_its_streams() {
+    let Some(mut command) = python("cuda_streams.py") else {
+        println!("skipped: {PYTHON} and {PACKAGE} name no interpreter and package");
+        return;
+    };
+    let bed = CudaBed::default();
+    let directory = tempfile::tempdir().expect("a directory");
+    let runtime = directory.path().join("run");
+    let mut daemon = Some(bed.daemon().runtime(&runtime).start());
+    command.env("STATECOPY_ADDR", &runtime).envs(bed.stub.environment());
+    let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut worker = piped.spawn().expect("the interpreter starts");
+    let mut answers = worker.stdin.take().expect("a pipe");
+    let mut said = Vec::new();
+    for line in BufReader::new(worker.stdout.take().expect("a pipe")).lines() {
+        let line = line.expect("the worker writes text");
+        match line.strip_prefix("! ") {
+            None => said.push(line),
+            Some("kill") => {
+                let mut killed = daemon.take().expect("it lives");
+                killed.signal(Signal::KILL);
+                killed.wait();
+                writeln!(answers, "done").expect("the worker listens");
+            }
+            Some("start") => {
+                daemon = Some(bed.daemon().runtime(&runtime).start());
+                writeln!(answers, "done").expect("the worker listens");
+            }
+            Some(other) => panic!("the worker asks for {other:?}"),
+        }
+    }
+    let mut complained = String::new();
+    worker.stderr.take().expect("a pipe").read_to_string(&mut complained).expect("text");
+    let ended = worker.wait().expect("it ends");
+    let log = daemon.as_ref().map_or_else(String::new, |daemon| daemon.log());
+    assert!(ended.success(), "{said:?}\n{complained}\n{log}");
+    assert_eq!(said, STREAM_CASES, "{complained}");
+}
+
 #[test]
 fn a_python_worker_copies_device_memory_and_gives_back_what_it_shared() {
-    #[expect(clippy::disallowed_methods, reason = "where tests/run put them")]
-    let (Some(python), Some(package)) = (env::var_os(PYTHON), env::var_os(PACKAGE)) else {
+    let Some(mut command) = python("cuda_worker.py") else {
         println!("skipped: {PYTHON} and {PACKAGE} name no interpreter and package");
         return;
     };
     let bed = CudaBed::default();
     let daemon = bed.daemon().start();
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda_worker.py");
-    let worked = Command::new(python)
-        .arg(script)
-        .env("PYTHONPATH", package)
+    let worked = command
         .env("STATECOPY_ADDR", daemon.runtime())
         .envs(bed.stub.environment())
         .output()

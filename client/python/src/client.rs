@@ -1,7 +1,7 @@
 //! The client, as Python calls it.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::intern;
@@ -17,7 +17,7 @@ use crate::copy::{micros_of, seconds_of};
 use crate::errors;
 use crate::hooks::Hooks;
 use crate::plan::{BindingSet, Plan, Published};
-use crate::session::{Registered, Session};
+use crate::session::{Completion, Registered, Session};
 use crate::view::View;
 
 /// A connected client.
@@ -30,7 +30,7 @@ pub(crate) struct Client {
 /// Connects to the daemon.
 #[pyfunction]
 #[pyo3(signature = (address=None, *, device=None, label="", wait_s=5.0, timeout_s=10.0, register_timeout_s=120.0, reconnect_s=None,
-                    transport="ring", spin_us=50.0, pool_bytes_max=None, hooks=None))]
+                    transport="ring", spin_us=50.0, pool_bytes_max=None, hooks=None, completion="host"))]
 #[expect(clippy::too_many_arguments, reason = "each is a keyword of its own in Python")]
 pub(crate) fn connect(
     py: Python<'_>,
@@ -45,7 +45,16 @@ pub(crate) fn connect(
     spin_us: f64,
     pool_bytes_max: Option<i64>,
     hooks: Option<Py<PyAny>>,
+    completion: &str,
 ) -> PyResult<Client> {
+    let completion = match completion {
+        "host" => Completion::Host,
+        "stream" => Completion::Stream,
+        other => {
+            let message = format!("{other:?} was given; \"stream\" or \"host\" is needed");
+            return Err(errors::argument(py, "completion", None, &message));
+        }
+    };
     let transport = match transport {
         "ring" => Transport::Ring,
         "grpc" => Transport::Grpc,
@@ -60,12 +69,13 @@ pub(crate) fn connect(
     };
     let pool_bytes_max = pool_bytes_max.map(|bytes| bytes_of(py, "pool_bytes_max", bytes));
     let pool_bytes_max = pool_bytes_max.transpose()?;
+    let call_timeout = seconds_of(py, "timeout_s", timeout_s)?;
     let options = ConnectOptions {
         reconnect_for,
         label: label.to_owned(),
         device,
         wait_for: seconds_of(py, "wait_s", wait_s)?,
-        call_timeout: seconds_of(py, "timeout_s", timeout_s)?,
+        call_timeout,
         register_timeout: seconds_of(py, "register_timeout_s", register_timeout_s)?,
         spin: micros_of(py, "spin_us", spin_us)?,
         transport,
@@ -81,7 +91,10 @@ pub(crate) fn connect(
         Ok((client, guest))
     });
     let (client, guest) = connected.map_err(|error| errors::raise(py, &error))?;
-    let session = Session::new(client, guest, Hooks::new(hooks), pool_bytes_max);
+    // The lanes of streams are words of the ring's memory.
+    let completion = if transport == Transport::Ring { completion } else { Completion::Host };
+    let session =
+        Session::new(client, guest, Hooks::new(hooks), pool_bytes_max, (completion, call_timeout));
     Ok(Client { session: Arc::new(session) })
 }
 
@@ -219,6 +232,7 @@ impl Client {
         for (name, of) in &sets {
             registration = registration.set(name.clone(), of);
         }
+        session.settle(py)?;
         let mut raised = None;
         let done = py.detach(|| {
             session.client.register(&registration, |now| {
@@ -247,7 +261,8 @@ impl Client {
             let layer = first.map_or(name, String::as_str);
             let shape =
                 caches.iter().find(|cache| cache.name == layer).map(|cache| cache.layer.shape);
-            Published { plan: plan.clone(), shape: shape.unwrap_or_default(), is_set }
+            let (plan, shape) = (plan.clone(), shape.unwrap_or_default());
+            Published { plan, shape, is_set, maker: OnceLock::new() }
         };
         let (plans, of_sets) = (PyDict::new(py), PyDict::new(py));
         for (name, plan) in bindings.layers() {
@@ -259,6 +274,8 @@ impl Client {
             of_sets.set_item(name, Bound::new(py, plan)?)?;
         }
         session.keep(py, registered(caches));
+        // Whoever registers begins anew.
+        self.reset_lanes(py)?;
         Ok((plans, of_sets))
     }
 
@@ -278,6 +295,7 @@ impl Client {
                 offset_bytes: cache.layer.offset_bytes,
             })
             .collect();
+        session.settle(py)?;
         py.detach(|| session.client.rebind(&moves)).map_err(|error| errors::raise(py, &error))?;
         session.keep_moved(py, registered(caches));
         Ok(())
@@ -287,6 +305,7 @@ impl Client {
     /// rebind wakes them.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         self.session.check(py)?;
+        self.session.settle(py)?;
         self.session.keep(py, BTreeMap::new());
         py.detach(|| self.session.pool.trim());
         Ok(())
@@ -295,7 +314,28 @@ impl Client {
     /// Gives back regions and pooled buffers that nothing uses. How many bytes they had.
     fn trim(&self, py: Python<'_>) -> PyResult<u64> {
         self.session.check(py)?;
-        Ok(py.detach(|| self.session.pool.trim() + self.session.regions.trim()))
+        Ok(py.detach(|| {
+            if let Some(streams) = self.session.streams() {
+                streams.let_go();
+            }
+            self.session.pool.trim() + self.session.regions.trim()
+        }))
+    }
+
+    /// Raises what became of copies that were put on streams and were not made. Asks nobody: a load or two for each stream.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.session.check(py)?;
+        let Some(streams) = self.session.streams() else { return Ok(()) };
+        streams.check(py).map_err(|failed| failed.raise(py))
+    }
+
+    /// Lets streams that lost a copy begin anew.
+    fn reset_lanes(&self, py: Python<'_>) -> PyResult<()> {
+        self.session.check(py)?;
+        if let Some(streams) = self.session.streams() {
+            py.detach(|| streams.reset());
+        }
+        Ok(())
     }
 
     /// From now on no memory is registered at first sight: what is new is copied into a pooled buffer.
@@ -365,6 +405,11 @@ impl Client {
             Transport::Grpc => "grpc",
         };
         info.set_item("transport", transport)?;
+        let completion = match self.session.completion() {
+            Completion::Host => "host",
+            Completion::Stream => "stream",
+        };
+        info.set_item("completion", completion)?;
         Ok(Some(info))
     }
 

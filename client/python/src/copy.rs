@@ -7,11 +7,13 @@ use pyo3::prelude::*;
 use statecopy_client::blocking::{InFlight, Plan};
 use statecopy_client::sharing::Buffer;
 use statecopy_client::{Direction, Error, Leaves, Moved, Request, Slice};
+use statecopy_kernels::cuda::StreamLook;
 
 use crate::errors;
 use crate::operands::{Asker, FlagOperand, IndexOperand, Shared};
 use crate::plan::Published;
-use crate::session::{Session, lane_of_this_thread};
+use crate::session::{Completion, Session, lane_of_this_thread};
+use crate::streams::Ask;
 use crate::view::View;
 
 /// How a call wants its copy carried out.
@@ -19,15 +21,24 @@ use crate::view::View;
 pub(crate) struct Manner {
     pub(crate) lane: Option<u32>,
     pub(crate) deadline: Option<Duration>,
+    pub(crate) completion: Completion,
 }
 
 impl Manner {
     /// # Errors
     /// ArgumentError for a lane or a time that is none.
-    pub(crate) fn new(py: Python<'_>, lane: Option<i64>, timeout_s: Option<f64>) -> PyResult<Self> {
+    pub(crate) fn new(
+        py: Python<'_>,
+        lane: Option<i64>,
+        timeout_s: Option<f64>,
+        completion: Completion,
+    ) -> PyResult<Self> {
+        if lane.is_some() && completion == Completion::Stream {
+            return Err(errors::lane_of_stream(py));
+        }
         let lane = lane.map(|number| lane_of(py, number)).transpose()?;
         let deadline = timeout_s.map(|seconds| seconds_of(py, "timeout_s", seconds)).transpose()?;
-        Ok(Self { lane, deadline })
+        Ok(Self { lane, deadline, completion })
     }
 }
 
@@ -68,6 +79,8 @@ pub(crate) struct Prepared {
     packed: Packed,
     manner: Manner,
     stream: u64,
+    /// The stream in whose order it is.
+    order: Option<StreamLook>,
 }
 
 /// The packed side of a copy.
@@ -77,7 +90,7 @@ enum Packed {
     Source(Shared),
     /// A gather writes a buffer of the pool, which becomes a tensor of that shape.
     Pooled(Arc<Buffer>, Vec<u64>),
-    /// A gather writes the caller's own tensor, where it lies.
+    /// A gather writes a tensor where it lies: the caller's own, or one that was made for it.
     InPlace(Shared),
     /// A gather writes a buffer of the pool, which is then copied to the caller's own tensor.
     CopiedBack(Arc<Buffer>, Vec<u64>, View, Py<PyAny>),
@@ -110,7 +123,7 @@ impl Prepared {
         manner: Manner,
     ) -> PyResult<Self> {
         let (indices, flags, out) = arguments;
-        let asker = asker(py, session, published)?;
+        let asker = asker(py, session, published, manner.completion)?;
         let indices = asker.indices(indices)?;
         let selected = indices.selected();
         let beside = indices.shared().map(|shared| &shared.slice);
@@ -124,12 +137,15 @@ impl Prepared {
                 let buffer = session.take(py, bytes, asker.stream)?;
                 Packed::CopiedBack(buffer, shape, view, out.clone().unbind())
             }
-            None => Packed::Pooled(session.take(py, bytes, asker.stream)?, shape),
+            None => match asker.made(py, &shape, bytes)? {
+                Some(made) => Packed::InPlace(made),
+                None => Packed::Pooled(session.take(py, bytes, asker.stream)?, shape),
+            },
         };
         let (session, plan, direction) =
             (Arc::clone(session), published.plan.clone(), Direction::Gather);
-        let stream = asker.stream;
-        Ok(Self { session, plan, direction, indices, flags, packed, manner, stream })
+        let (stream, order) = (asker.stream, asker.order);
+        Ok(Self { session, plan, direction, indices, flags, packed, manner, stream, order })
     }
 
     /// # Errors
@@ -142,14 +158,14 @@ impl Prepared {
         manner: Manner,
     ) -> PyResult<Self> {
         let (packed, indices) = arguments;
-        let asker = asker(py, session, published)?;
+        let asker = asker(py, session, published, manner.completion)?;
         let indices = asker.indices(indices)?;
         let shape = published.packed_shape(indices.selected());
         let packed = Packed::Source(asker.packed_in(packed, &shape)?);
         let (session, plan, direction) =
             (Arc::clone(session), published.plan.clone(), Direction::Scatter);
-        let stream = asker.stream;
-        Ok(Self { session, plan, direction, indices, flags: None, packed, manner, stream })
+        let (stream, order) = (asker.stream, asker.order);
+        Ok(Self { session, plan, direction, indices, flags: None, packed, manner, stream, order })
     }
 
     fn request(&self) -> Request<'_> {
@@ -169,6 +185,9 @@ impl Prepared {
     /// # Errors
     /// What the daemon or the client says.
     pub(crate) fn run<'py>(self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        if let Some(look) = self.order {
+            return self.run_in_order(py, look);
+        }
         self.session.synchronise(py, self.stream)?;
         // Nobody is waited for, and the interpreter's lock is kept.
         let started = match self.plan.start(self.direction, self.request()) {
@@ -179,6 +198,24 @@ impl Prepared {
         let result = self.result(py);
         let outcome = py.detach(|| started.wait());
         self.finish_with(py, outcome, result)
+    }
+
+    /// Puts the copy on the caller's stream, and gives what the call returns: what follows on the stream finds its bytes there.
+    fn run_in_order<'py>(self, py: Python<'py>, look: StreamLook) -> PyResult<Bound<'py, PyAny>> {
+        let Some(streams) = self.session.streams() else { return Err(errors::closed(py)) };
+        let (plan, direction, request) = (&self.plan, self.direction, &self.request());
+        let ask = Ask { handle: self.stream, stream: look.id, plan, direction, request };
+        if let Err(failed) = streams.order(py, ask) {
+            if failed.is_unknown() {
+                self.abandon();
+            }
+            return Err(failed.raise(py));
+        }
+        let result = self.result(py)?;
+        self.count();
+        // In the stream's order, too.
+        self.copied_back(py)?;
+        Ok(result)
     }
 
     /// Asks, to be waited for later.
@@ -233,21 +270,32 @@ impl Prepared {
             // Before the result goes, and its buffer with it.
             return Err(self.failed(py, &error));
         }
-        let session = &self.session;
-        let counters = &session.counters;
+        self.count();
+        if self.copied_back(py)? {
+            // The call returns when the bytes are there.
+            self.session.synchronise(py, self.stream)?;
+        }
+        result
+    }
+
+    fn count(&self) {
+        let counters = &self.session.counters;
         match self.direction {
             Direction::Gather => counters.gathers.add(1),
             Direction::Scatter => counters.scatters.add(1),
         }
         counters.bytes_moved.add(self.plan.packed_bytes(self.indices.selected()));
-        if let Packed::CopiedBack(buffer, shape, view, out) = self.packed {
-            let bytes = self.plan.packed_bytes(self.indices.selected());
-            let dtype = self.plan.as_async().dtype();
-            session.copy_back(py, buffer, (dtype, &shape), (&view, &out), bytes)?;
-            // The call returns when the bytes are there.
-            session.synchronise(py, self.stream)?;
-        }
-        result
+    }
+
+    /// Copies what was gathered to the tensor that the caller wants it in, if that was not where it was gathered to. Whether it was
+    /// so.
+    fn copied_back(&self, py: Python<'_>) -> PyResult<bool> {
+        let Packed::CopiedBack(buffer, shape, view, out) = &self.packed else { return Ok(false) };
+        let bytes = self.plan.packed_bytes(self.indices.selected());
+        let dtype = self.plan.as_async().dtype();
+        let buffer = Arc::clone(buffer);
+        self.session.copy_back(py, buffer, (dtype, shape), (view, out), bytes)?;
+        Ok(true)
     }
 
     fn failed(&self, py: Python<'_>, error: &Error) -> PyErr {
@@ -272,11 +320,17 @@ fn asker<'a>(
     py: Python<'_>,
     session: &'a Session,
     published: &'a Published,
+    completion: Completion,
 ) -> PyResult<Asker<'a>> {
     session.check(py)?;
     let stream = session.stream(py)?;
-    if session.is_capturing(py, stream)? {
+    let order = match completion {
+        Completion::Stream => Some(session.look(py, stream)?),
+        Completion::Host if session.is_capturing(py, stream)? => return Err(errors::capturing(py)),
+        Completion::Host => None,
+    };
+    if order.is_some_and(|look| look.capture.is_some()) {
         return Err(errors::capturing(py));
     }
-    Ok(Asker { session, published, stream, beside: None })
+    Ok(Asker { session, published, stream, order, beside: None })
 }

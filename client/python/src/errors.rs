@@ -140,6 +140,47 @@ pub(crate) fn waited_for(py: Python<'_>) -> PyErr {
     )
 }
 
+/// A lane was named for a copy that is in the order of its stream.
+pub(crate) fn lane_of_stream(py: Python<'_>) -> PyErr {
+    argument_remedied(
+        py,
+        "lane",
+        None,
+        "a lane was named, and the copy is in the order of the current stream",
+        "Leave the lane out, use submit_gather or submit_scatter, or connect with completion=\"host\".",
+    )
+}
+
+/// A copy of the stream was lost, or may be made too late.
+pub(crate) fn stream_failed(py: Python<'_>, error: &Error) -> PyErr {
+    let message = match error {
+        Error::Refused(refusal) => refusal.sentence().to_owned(),
+        error => with_causes(error),
+    };
+    Failed {
+        family: None,
+        code: error.code().or(Some(RefusalCode::Unavailable)),
+        message: &format!("A copy that was put on a stream was not made: {message}"),
+        remedy: "Write the rows whole again that copies of this stream were to write, then call client.reset_lanes() or register again.",
+        leaves: Leaves::Unknown,
+        about: Some("stream"),
+    }
+    .make(py)
+}
+
+/// A copy was accepted, and the worker's driver did not put it on the stream.
+pub(crate) fn not_enqueued(py: Python<'_>, error: &DriverError) -> PyErr {
+    Failed {
+        family: Some("Error"),
+        code: None,
+        message: &format!("The copy could not be put on the current stream: {error}"),
+        remedy: "Look for an earlier failure of a kernel of this process; then call client.reset_lanes().",
+        leaves: Leaves::NothingMoved,
+        about: Some("stream"),
+    }
+    .make(py)
+}
+
 /// A host-completed copy while a graph is captured.
 pub(crate) fn capturing(py: Python<'_>) -> PyErr {
     Failed {

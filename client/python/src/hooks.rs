@@ -55,6 +55,24 @@ impl Hooks {
         }
     }
 
+    /// What makes tensors of a type on the session's device, in memory of the current stream's: a callable that takes a shape. `None`
+    /// for a plain client.
+    pub(crate) fn maker(&self, py: Python<'_>, dtype: &str) -> PyResult<Option<Py<PyAny>>> {
+        let Some(hooks) = self.get(py) else { return Ok(None) };
+        hooks.call_method1(intern!(py, "maker"), (dtype,)).map(|maker| Some(maker.unbind()))
+    }
+
+    /// A list of integers or bools as a tensor of the device, written in the order of the current stream without waiting for it.
+    pub(crate) fn upload<'py>(
+        &self,
+        role: &str,
+        values: Bound<'py, PyAny>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let py = values.py();
+        let Some(hooks) = self.get(py) else { return Ok(None) };
+        hooks.call_method1(intern!(py, "upload"), (role, values)).map(Some)
+    }
+
     /// The operand in a form that can be used; `None` for a plain client.
     pub(crate) fn normalise<'py>(
         &self,

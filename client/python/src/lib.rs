@@ -25,6 +25,7 @@ mod pending;
 mod plan;
 mod regions;
 mod session;
+mod streams;
 mod sync;
 mod view;
 

@@ -10,10 +10,12 @@
 
 use std::sync::Arc;
 
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyRange, PyTuple};
 use statecopy_client::sharing::Buffer;
 use statecopy_client::{DataType, Flags, IndexWidth, Indices, RefusalCode, Slice};
+use statecopy_kernels::cuda::StreamLook;
 
 use crate::bytes;
 use crate::errors;
@@ -31,6 +33,8 @@ pub(crate) struct Asker<'a> {
     pub(crate) session: &'a Session,
     pub(crate) published: &'a Published,
     pub(crate) stream: u64,
+    /// What of the stream is known, where the copy is in its order.
+    pub(crate) order: Option<StreamLook>,
     /// Where an operand of the same request lies that was looked at before.
     pub(crate) beside: Option<&'a Slice>,
 }
@@ -134,10 +138,15 @@ impl<'a> Asker<'a> {
     pub(crate) fn indices(self, object: &Bound<'_, PyAny>) -> PyResult<IndexOperand> {
         let py = object.py();
         if is_list(object) {
-            let values = object.extract().map_err(|error: PyErr| {
+            let values: Vec<i64> = object.extract().map_err(|error: PyErr| {
                 INDICES.wrong(py, &format!("a list of integers of 64 bits is needed: {error}"))
             })?;
-            return self.bounded(py, IndexOperand::Int64(values));
+            if self.order.is_none() || values.is_empty() {
+                return self.bounded(py, IndexOperand::Int64(values));
+            }
+            self.check_selected(py, values.len() as u64)?;
+            let uploaded = self.uploaded(values.into_pyobject(py)?, INDICES)?;
+            return self.indices(&uploaded);
         }
         let view = self.view(object, INDICES)?;
         let width = match view.element.known() {
@@ -170,6 +179,20 @@ impl<'a> Asker<'a> {
         self.check_selected(py, operand.selected())?;
         self.session.counters.operands_inline.add(1);
         Ok(operand)
+    }
+
+    /// Values of the host as a tensor of the device: a copy in the order of a stream finds them there when its turn has come.
+    fn uploaded<'py>(self, values: Bound<'py, PyAny>, role: Role) -> PyResult<Bound<'py, PyAny>> {
+        let py = values.py();
+        if self.order.is_some_and(|look| look.capture.is_some()) {
+            let message = "a list was given while the current stream is captured: every replay would use the values of now";
+            let remedy =
+                "Give a tensor of the device, and write new values into it before each replay.";
+            return Err(errors::argument_remedied(py, role.name, None, message, remedy));
+        }
+        self.session.counters.operands_copied.add(1);
+        let uploaded = self.session.hooks.upload(role.name, values)?;
+        uploaded.ok_or_else(|| errors::not_shared(py))
     }
 
     /// Before memory for so many rows is taken.
@@ -205,6 +228,10 @@ impl<'a> Asker<'a> {
             })?;
             if values.len() as u64 != selected {
                 return Err(wrong_count(values.len() as u64));
+            }
+            if self.order.is_some() && !values.is_empty() {
+                let uploaded = self.uploaded(values.into_pyobject(py)?, FLAGS)?;
+                return self.flags(&uploaded, selected);
             }
             self.session.counters.operands_inline.add(1);
             return Ok(Some(FlagOperand::Bytes(values.into_iter().map(u8::from).collect())));
@@ -307,6 +334,45 @@ impl<'a> Asker<'a> {
             return Err(OUT.wrong(py, &message));
         }
         Ok((view, shared))
+    }
+
+    /// A new tensor for what a gather in the order of a stream gives, of the tensor library's own memory: it belongs to the stream's
+    /// order as the tensors of its kernels do. `None` where that memory cannot be shared, or the copy is host-completed.
+    ///
+    /// # Errors
+    /// What the tensor library raises; what sharing its memory says.
+    pub(crate) fn made(
+        self,
+        py: Python<'_>,
+        shape: &[u64],
+        bytes: u64,
+    ) -> PyResult<Option<Shared>> {
+        let Some(maker) = self.maker(py)? else { return Ok(None) };
+        if bytes == 0 || self.session.makes_none() {
+            return Ok(None);
+        }
+        let made = maker.call1((PyTuple::new(py, shape)?,))?;
+        let address: u64 = made.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let slice = self.session.place(py, (address, bytes), self.beside)?;
+        if slice.is_none() {
+            self.session.make_no_more();
+        }
+        Ok(slice.map(|slice| {
+            let (elements, owner) = (bytes / self.published.dtype().item_bytes(), made.unbind());
+            Shared { slice, elements, address, copied_to: None, owner }
+        }))
+    }
+
+    fn maker<'py>(self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+        let Self { session, published, .. } = self;
+        if self.order.is_none() {
+            return Ok(None);
+        }
+        if let Some(maker) = published.maker.get() {
+            return Ok(Some(maker.bind(py).clone()));
+        }
+        let maker = session.hooks.maker(py, published.dtype().label())?;
+        Ok(maker.map(|maker| published.maker.get_or_init(|| maker).bind(py).clone()))
     }
 
     fn fits_packed(self, view: &View) -> bool {

@@ -1,6 +1,6 @@
 //! Plans: published layers and binding sets.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
@@ -9,7 +9,7 @@ use statecopy_client::{DataType, blocking};
 use crate::copy::{Manner, Prepared};
 use crate::operands::{Asker, IndexOperand};
 use crate::pending::Pending;
-use crate::session::Session;
+use crate::session::{Completion, Session};
 
 /// A published plan, and what of its layout the client's own plan does not tell.
 #[derive(Debug)]
@@ -18,6 +18,8 @@ pub(crate) struct Published {
     /// `[N, H, V, K]`.
     pub(crate) shape: [u64; 4],
     pub(crate) is_set: bool,
+    /// What makes tensors of its type, once it was asked for.
+    pub(crate) maker: OnceLock<Py<PyAny>>,
 }
 
 impl Published {
@@ -51,9 +53,10 @@ impl Inner {
         &self,
         arguments: (Object<'_, '_>, Object<'_, '_>, Object<'_, '_>),
         (lane, timeout_s): (Option<i64>, Option<f64>),
+        completion: Completion,
     ) -> PyResult<Prepared> {
         let py = arguments.0.py();
-        let manner = Manner::new(py, lane, timeout_s)?;
+        let manner = Manner::new(py, lane, timeout_s, completion)?;
         Prepared::gather(py, &self.session, &self.published, arguments, manner)
     }
 
@@ -61,9 +64,10 @@ impl Inner {
         &self,
         arguments: (Object<'_, '_>, Object<'_, '_>),
         (lane, timeout_s): (Option<i64>, Option<f64>),
+        completion: Completion,
     ) -> PyResult<Prepared> {
         let py = arguments.0.py();
-        let manner = Manner::new(py, lane, timeout_s)?;
+        let manner = Manner::new(py, lane, timeout_s, completion)?;
         Prepared::scatter(py, &self.session, &self.published, arguments, manner)
     }
 }
@@ -115,7 +119,8 @@ macro_rules! plan_class {
             ) -> PyResult<Bound<'py, PyAny>> {
                 let none = py.None().into_bound(py);
                 let arguments = (indices, flags.unwrap_or(&none), out.unwrap_or(&none));
-                self.0.prepare_gather(arguments, (lane, timeout_s))?.run(py)
+                let completion = self.0.session.completion();
+                self.0.prepare_gather(arguments, (lane, timeout_s), completion)?.run(py)
             }
 
             #[pyo3(name = $scatter, signature = (packed, indices, *, lane=None, timeout_s=None))]
@@ -127,7 +132,9 @@ macro_rules! plan_class {
                 lane: Option<i64>,
                 timeout_s: Option<f64>,
             ) -> PyResult<()> {
-                self.0.prepare_scatter((packed, indices), (lane, timeout_s))?.run(py).map(drop)
+                let completion = self.0.session.completion();
+                let options = (lane, timeout_s);
+                self.0.prepare_scatter((packed, indices), options, completion)?.run(py).map(drop)
             }
 
             #[pyo3(name = $submit_gather, signature = (indices, flags=None, *, out=None, lane=None, timeout_s=None))]
@@ -142,7 +149,8 @@ macro_rules! plan_class {
             ) -> PyResult<Pending> {
                 let none = py.None().into_bound(py);
                 let arguments = (indices, flags.unwrap_or(&none), out.unwrap_or(&none));
-                let prepared = self.0.prepare_gather(arguments, (lane, timeout_s))?;
+                let options = (lane, timeout_s);
+                let prepared = self.0.prepare_gather(arguments, options, Completion::Host)?;
                 prepared.submit(py).map(Pending::new)
             }
 
@@ -155,7 +163,8 @@ macro_rules! plan_class {
                 lane: Option<i64>,
                 timeout_s: Option<f64>,
             ) -> PyResult<Pending> {
-                let prepared = self.0.prepare_scatter((packed, indices), (lane, timeout_s))?;
+                let (operands, options) = ((packed, indices), (lane, timeout_s));
+                let prepared = self.0.prepare_scatter(operands, options, Completion::Host)?;
                 prepared.submit(py).map(Pending::new)
             }
 
@@ -163,8 +172,8 @@ macro_rules! plan_class {
             fn route(&self, py: Python<'_>, indices: &Bound<'_, PyAny>) -> PyResult<Route> {
                 let Inner { session, published } = &self.0;
                 session.check(py)?;
-                let asker =
-                    Asker { session, published, stream: session.stream(py)?, beside: None };
+                let stream = session.stream(py)?;
+                let asker = Asker { session, published, stream, order: None, beside: None };
                 Ok(match asker.indices(indices)? {
                     IndexOperand::Int32(_) | IndexOperand::Int64(_) => {
                         Route { how: "inline", address: None }

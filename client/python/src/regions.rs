@@ -92,6 +92,11 @@ impl Regions {
         self.known.freeze();
     }
 
+    /// Whether it is so.
+    pub(crate) fn is_frozen(&self) -> bool {
+        self.known.is_frozen()
+    }
+
     /// Releases everything but caches. The answer is how many bytes that were.
     pub(crate) fn trim(&self) -> u64 {
         self.known.trim()

@@ -5,12 +5,13 @@
 use std::collections::BTreeMap;
 use std::mem;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use pyo3::prelude::*;
 use statecopy_client::blocking::Client;
 use statecopy_client::sharing::{Buffer, Pool};
 use statecopy_client::{DataType, Error, Region, Slice};
-use statecopy_kernels::cuda::CudaGuest;
+use statecopy_kernels::cuda::{CudaGuest, StreamLook};
 
 use crate::bytes;
 use crate::counters::Counters;
@@ -20,6 +21,7 @@ use crate::fork::Birth;
 use crate::hooks::Hooks;
 use crate::memory::{Device, Place, Tensor, dense_strides};
 use crate::regions::Regions;
+use crate::streams::Streams;
 use crate::sync::{AtomicBool, AtomicU32, Ordering};
 use crate::view::{View, Whose};
 
@@ -35,6 +37,15 @@ pub(crate) fn lane_of_this_thread() -> u32 {
     LANE.with(|lane| *lane)
 }
 
+/// When a copy's call returns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Completion {
+    /// When the bytes are there.
+    Host,
+    /// When the copy is on the caller's stream: what follows there finds the bytes.
+    Stream,
+}
+
 /// One client's session with the daemon, and what it shares with it.
 #[derive(Debug)]
 pub(crate) struct Session {
@@ -45,6 +56,12 @@ pub(crate) struct Session {
     pub(crate) counters: Counters,
     /// The session's CUDA device, as this process uses it; none on the host.
     guest: Option<CudaGuest>,
+    /// The lanes of its streams, where copies are in their order.
+    streams: Option<Arc<Streams>>,
+    /// For how long copies that were put on streams are waited for, where that has to be.
+    timeout: Duration,
+    /// The tensor library's own memory cannot be shared: results lie in the pool.
+    makes_none: AtomicBool,
     /// The registered tensors: a plan is not to outlive its cache.
     registered: Mutex<BTreeMap<String, Registered>>,
     birth: Birth,
@@ -66,8 +83,16 @@ impl Session {
         guest: Option<CudaGuest>,
         hooks: Hooks,
         pool_bytes_max: Option<u64>,
+        (completion, timeout): (Completion, Duration),
     ) -> Self {
+        let streams = match (&guest, completion) {
+            (Some(guest), Completion::Stream) => Some(Arc::new(Streams::new(&client, guest))),
+            _ => None,
+        };
         Self {
+            streams,
+            timeout,
+            makes_none: AtomicBool::new(false),
             pool: Pool::new(&client, pool_bytes_max),
             regions: Regions::new(&client),
             client,
@@ -98,6 +123,28 @@ impl Session {
     /// Whether its device is the host.
     pub(crate) fn is_host(&self) -> bool {
         self.guest.is_none()
+    }
+
+    /// What its copies are, but for those that are submitted.
+    pub(crate) fn completion(&self) -> Completion {
+        if self.streams.is_some() { Completion::Stream } else { Completion::Host }
+    }
+
+    /// The lanes of its streams.
+    pub(crate) fn streams(&self) -> Option<&Streams> {
+        self.streams.as_deref()
+    }
+
+    /// Whether results are not to be made by the tensor library.
+    pub(crate) fn makes_none(&self) -> bool {
+        self.makes_none.load(Ordering::Relaxed)
+    }
+
+    /// What the tensor library makes cannot be shared. After a freeze it may be that this one was new.
+    pub(crate) fn make_no_more(&self) {
+        if !self.regions.is_frozen() {
+            self.makes_none.store(true, Ordering::Relaxed);
+        }
     }
 
     /// The device that operands must lie on.
@@ -241,6 +288,28 @@ impl Session {
         answer.map_err(|error| errors::driver(py, &error))
     }
 
+    /// What of the caller's current stream a copy in its order depends on.
+    ///
+    /// # Errors
+    /// What the driver says, also that the stream's capture has failed. Why an earlier copy of the stream was not made.
+    pub(crate) fn look(&self, py: Python<'_>, stream: u64) -> PyResult<StreamLook> {
+        let Some(guest) = &self.guest else { return Err(errors::closed(py)) };
+        // SAFETY: as in `synchronise`.
+        let look = unsafe { guest.look(stream) }.map_err(|error| errors::driver(py, &error))?;
+        let checked = self.streams().map_or(Ok(()), |streams| streams.check_stream(look.id));
+        checked.map_err(|failed| failed.raise(py))?;
+        Ok(look)
+    }
+
+    /// Waits until the copies are over that were put on streams: what they name is about to change.
+    ///
+    /// # Errors
+    /// DEADLINE_EXCEEDED.
+    pub(crate) fn settle(&self, py: Python<'_>) -> PyResult<()> {
+        let Some(streams) = &self.streams else { return Ok(()) };
+        py.detach(|| streams.settle(self.timeout)).map_err(|error| errors::raise(py, &error))
+    }
+
     /// Waits for what the caller queued on its current stream, which may write what a copy reads. Nothing on the host.
     ///
     /// # Errors
@@ -290,6 +359,8 @@ impl Session {
             return Ok(());
         }
         let before = mem::take(&mut *lock(&self.registered));
+        // It is closed all the same.
+        let settled = self.settle(py);
         let closed = py.detach(|| {
             let closed = self.client.clone().close();
             self.pool.close();
@@ -299,7 +370,7 @@ impl Session {
         drop(before);
         match closed {
             // A session does not outlive its daemon.
-            Ok(()) | Err(Error::Unavailable { .. }) => Ok(()),
+            Ok(()) | Err(Error::Unavailable { .. }) => settled,
             Err(error) => Err(errors::raise(py, &error)),
         }
     }
@@ -309,7 +380,8 @@ impl Drop for Session {
     fn drop(&mut self) {
         if self.is_foreign() {
             // A child that let go of the client would end the parent's connections, which the two share.
-            mem::forget((self.client.clone(), self.pool.clone(), self.guest.clone()));
+            let streams = self.streams.clone();
+            mem::forget((self.client.clone(), self.pool.clone(), self.guest.clone(), streams));
         }
     }
 }

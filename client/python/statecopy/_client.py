@@ -58,6 +58,17 @@ class Session:
         """From now on memory that is new to the client is copied into a pooled buffer instead of being registered."""
         self._core.freeze()
 
+    def check(self) -> None:
+        """Raises what became of copies that were put on streams and were not made; returns at once where all is well.
+
+        For the end of each step. It asks nobody. Copies whose calls return when the bytes are there have nothing to check.
+        """
+        self._core.check()
+
+    def reset_lanes(self) -> None:
+        """Lets streams that lost a copy begin anew, once the rows that it was to write are written again or given up."""
+        self._core.reset_lanes()
+
     def counters(self) -> dict[str, int]:
         """What this client did and holds, in numbers."""
         return self._core.counters()

@@ -318,6 +318,12 @@ impl Regions {
         lock(&self.table).frozen = true;
     }
 
+    /// Whether nothing is registered any more but what is pinned.
+    #[must_use]
+    pub fn is_frozen(&self) -> bool {
+        lock(&self.table).frozen
+    }
+
     /// Releases the regions whose holders are gone.
     pub fn sweep(&self) {
         let gone = lock(&self.table).drop_where(|known| known.is_idle() && known.is_orphan());

@@ -96,9 +96,12 @@ impl CudaExporter {
         let ordinal = self.driver.device_at(address).map_err(nowhere)?;
         let device = self.driver.visible(ordinal).map_err(nowhere)?;
         let context = self.context(ordinal).map_err(nowhere)?;
+        // Memory may be seen for the first time while some stream is captured.
         let found = context.visit(|current| {
-            let (region, how) = find(current, wanted)?;
-            Ok((region, buffers(current, region, &how)?, how))
+            current.relaxed(|current| {
+                let (region, how) = find(current, wanted)?;
+                Ok((region, buffers(current, region, &how)?, how))
+            })
         });
         let (region, buffers, how) = found.map_err(refused)?;
         let offset = address - region.start;
@@ -203,15 +206,17 @@ impl Export {
     pub fn next_pieces(&mut self, pieces_max: usize) -> Result<Vec<Piece>, Refusal> {
         let (how, region, given) = (&self.how, self.region, self.given);
         let buffer = self.buffers.first().map_or(0, |buffer| buffer.number);
-        let taken = self.context.visit(|current| match how {
-            How::Legacy if given > 0 || pieces_max == 0 => Ok(Vec::new()),
-            How::Legacy => Ok(vec![legacy(current, region, buffer)?]),
-            How::Pieces(shareable, pieces) => pieces
-                .iter()
-                .skip(given)
-                .take(pieces_max)
-                .map(|piece| take(current, *piece, *shareable))
-                .collect(),
+        let taken = self.context.visit(|current| {
+            current.relaxed(|current| match how {
+                How::Legacy if given > 0 || pieces_max == 0 => Ok(Vec::new()),
+                How::Legacy => Ok(vec![legacy(current, region, buffer)?]),
+                How::Pieces(shareable, pieces) => pieces
+                    .iter()
+                    .skip(given)
+                    .take(pieces_max)
+                    .map(|piece| take(current, *piece, *shareable))
+                    .collect(),
+            })
         });
         let taken = taken.map_err(|Refused(refusal)| refusal)?;
         self.given += taken.len();

@@ -112,6 +112,16 @@ impl Capture {
     }
 }
 
+/// A stream, as it is now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StreamLook {
+    /// A number that no later stream of the process has, although its handle may come again. The handle, where the driver is
+    /// older than CUDA 12.0.
+    pub id: u64,
+    /// The capture that work on it becomes part of.
+    pub capture: Option<Capture>,
+}
+
 /// A place in a stream's work. Recorded, it keeps nothing of the stream, which may be destroyed.
 #[derive(Debug)]
 pub struct StreamMark {
@@ -289,6 +299,25 @@ impl CudaGuest {
         let mark = unsafe { self.mark(other) }?;
         // SAFETY: the caller's own promise.
         unsafe { self.order_after_mark(stream, &mark) }
+    }
+
+    /// What of a stream a copy in its order depends on. Waits for nothing.
+    ///
+    /// # Safety
+    /// As [`CudaGuest::synchronize`].
+    ///
+    /// # Errors
+    /// As [`CudaGuest::capture`].
+    pub unsafe fn look(&self, stream: u64) -> Result<StreamLook> {
+        let handle = stream_of(stream);
+        self.context.visit(|current| {
+            // SAFETY: the caller's own promise.
+            let capture = unsafe { current.capture(handle) }?;
+            let has_ids = current.functions().stream_get_id.is_some();
+            // SAFETY: the caller's own promise.
+            let id = if has_ids { unsafe { current.stream_id(handle) }? } else { stream };
+            Ok(StreamLook { id, capture })
+        })
     }
 
     /// A number of a stream that no later one of the process has, although its handle may come again.

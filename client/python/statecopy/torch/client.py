@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 OnUnavailable = Literal["raise", "local"]
+Completion = Literal["stream", "host"]
 
 
 def connect(
@@ -32,6 +33,7 @@ def connect(
     on_unavailable: OnUnavailable = "raise",
     debug: bool = False,
     timeout_s: float = 10.0,
+    completion: Completion = "stream",
     **options: Any,
 ) -> Client:
     """Opens a session with the daemon at ``address``, or at STATECOPY_ADDR, for the device of the worker's tensors.
@@ -39,8 +41,10 @@ def connect(
     ``device`` is torch's name of it (``"cuda:0"``), its index among this process's CUDA devices, or a UUID; None for
     the daemon's only device. ``on_unavailable="local"`` copies in this process while the daemon is away, loud in the
     log and in :meth:`Client.counters`; the daemon must be there to connect and to register. ``debug`` has repeated
-    destinations of a scatter refused (ROW_INVALID), at the price of a check in each request. ``options`` are those of
-    ``statecopy.connect``.
+    destinations of a scatter refused (ROW_INVALID), at the price of a check in each request. ``completion="stream"`` puts
+    copies of a GPU on the current stream, as its kernels: the call returns before they are made, and what follows on the stream
+    finds the bytes; call :meth:`Client.check` once a step. ``"host"`` returns when the bytes are there, as copies on the host and
+    over gRPC always do. ``options`` are those of ``statecopy.connect``.
 
     Raises ``statecopy.Unavailable`` when there is no daemon in time, and the daemon's refusals.
     """
@@ -56,7 +60,7 @@ def connect(
         # An absent daemon is asked for once, not for as long as a call may take.
         options.setdefault("reconnect_s", 0.0)
     where = None if address is None else os.fspath(address)
-    core = _core.connect(where, device=uuid, timeout_s=timeout_s, hooks=hooks, **options)
+    core = _core.connect(where, device=uuid, timeout_s=timeout_s, hooks=hooks, completion=completion, **options)
     fallback = Fallback(core, timeout_s) if on_unavailable == "local" else None
     return Client(core, hooks, fallback, debug=debug)
 

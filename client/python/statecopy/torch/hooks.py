@@ -61,6 +61,19 @@ class Hooks:
             return _aligned(tensor.to(dtype_of(dtype)))
         raise ArgumentError(f"The role is {role!r}; operands are indices, flags or packed", about="role")
 
+    def maker(self, dtype: str) -> Callable[[tuple[int, ...]], torch.Tensor]:
+        """What makes the tensors that gathers give, in the order of the current stream: of a shape, on the session's device."""
+        # Called for each gather.
+        index = torch.cuda.current_device() if self.index is None else self.index
+        return partial(torch.empty, dtype=dtype_of(dtype), device=torch.device("cuda", index))
+
+    def upload(self, role: str, values: list[int] | list[bool]) -> torch.Tensor:
+        """Values of the host on the session's device, in the order of the current stream, which is not waited for."""
+        index = torch.cuda.current_device() if self.index is None else self.index
+        # Pinned: torch keeps it until the stream has read it.
+        pinned = torch.tensor(values, dtype=torch.bool if role == "flags" else torch.int64, pin_memory=True)
+        return pinned.to(torch.device("cuda", index), non_blocking=True)
+
     def stage(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copies an operand into shared memory, on the current stream."""
         into.copy_(tensor.detach().view(into.shape))

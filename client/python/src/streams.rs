@@ -1,0 +1,369 @@
+//! Copies in the order of the caller's streams.
+//!
+//! ```text
+//! a request ──refused: an exception, nothing is on the stream
+//!    └─accepted──> the stream is given bell and wait ──> what follows on it finds the bytes
+//! ```
+//!
+//! Each stream has a lane of its own, known by the stream's number: handles come again. A lane belongs to one life of the daemon.
+//! One whose copies are all done is replaced unnoticed after it; one that lost a copy stays, and raises, until it is reset.
+//!
+//! Locks: a lane's is held from the request until its stream was given bell and wait, so that two threads of one stream keep one
+//! order. The table's is taken for moments, also with a lane's held; nobody waits for a lane's with the table's or the interpreter's
+//! lock held, and nothing of Python is called with either held.
+
+#![expect(unsafe_code, reason = "a stream is known by its raw handle")]
+
+use std::mem;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use pyo3::prelude::*;
+use statecopy_client::blocking::{Client, Plan};
+use statecopy_client::{Direction, Error, LaneWord, RefusalCode, Request, StreamLane, Tried};
+use statecopy_kernels::cuda::{CudaGuest, DriverError, GuestWords, StreamOp};
+use statecopy_proto::Refusal;
+
+use crate::errors;
+
+/// For how long the interpreter's lock is kept while the daemon checks a request: many times what it takes.
+const PATIENCE: Duration = Duration::from_micros(50);
+/// Between two looks whether copies are done.
+const PAUSE: Duration = Duration::from_micros(100);
+
+/// The lanes of one client's streams.
+#[derive(Debug)]
+pub(crate) struct Streams {
+    client: Client,
+    guest: CudaGuest,
+    table: Mutex<Table>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    lanes: Vec<Known>,
+    /// Counts the uses.
+    uses: u64,
+    /// The words of each life of the daemon, by the place of their mapping. Those of earlier ones stay: the driver would wait for
+    /// every stream of the process before it gives them back.
+    words: Vec<(usize, Arc<GuestWords>)>,
+}
+
+#[derive(Debug)]
+struct Known {
+    stream: u64,
+    /// The last use.
+    used: u64,
+    lane: Arc<Mutex<Lane>>,
+}
+
+/// The lane of one stream.
+#[derive(Debug)]
+struct Lane {
+    /// The stream's number. Another one where the lane was given away since it was looked for.
+    stream: u64,
+    lane: StreamLane,
+    words: Arc<GuestWords>,
+}
+
+/// Why a copy is not on its stream.
+#[derive(Debug)]
+pub(crate) enum Failed {
+    /// It was refused, and the stream goes on.
+    Refused(Error),
+    /// An earlier copy of the stream was lost.
+    Stream(Error),
+    /// It was accepted, and the driver did not take it.
+    Driver(DriverError),
+}
+
+impl Failed {
+    /// The exception.
+    pub(crate) fn raise(&self, py: Python<'_>) -> PyErr {
+        match self {
+            Self::Refused(error) => errors::raise(py, error),
+            Self::Stream(error) => errors::stream_failed(py, error),
+            Self::Driver(error) => errors::not_enqueued(py, error),
+        }
+    }
+
+    /// Whether what the copy touches may change yet.
+    pub(crate) fn is_unknown(&self) -> bool {
+        match self {
+            Self::Refused(error) => error.leaves() == statecopy_client::Leaves::Unknown,
+            Self::Stream(_) | Self::Driver(_) => true,
+        }
+    }
+}
+
+/// One copy, and the stream in whose order it is to be.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Ask<'a> {
+    /// The stream's handle.
+    pub(crate) handle: u64,
+    /// The stream's number.
+    pub(crate) stream: u64,
+    pub(crate) plan: &'a Plan,
+    pub(crate) direction: Direction,
+    pub(crate) request: &'a Request<'a>,
+}
+
+impl Lane {
+    /// Gives the stream the bell and the wait of an accepted copy.
+    fn enqueue(
+        &mut self,
+        guest: &CudaGuest,
+        handle: u64,
+        [bell, done]: [LaneWord; 2],
+    ) -> Result<(), Failed> {
+        let at = |word: LaneWord| self.words.address(word.offset);
+        let operations = [
+            StreamOp::Write { at: at(bell), value: bell.value },
+            StreamOp::WaitAtLeast { at: at(done), value: done.value },
+        ];
+        // SAFETY: the caller's current stream, which its library keeps; the words stay shared until every copy is done.
+        let enqueued = unsafe { guest.enqueue(handle, &operations) };
+        enqueued.map_err(|error| {
+            self.lane.distrust();
+            Failed::Driver(error)
+        })
+    }
+
+    /// Whether it is the request that failed, or the stream.
+    fn failed(&self, error: Error) -> Failed {
+        if self.lane.check().is_err() { Failed::Stream(error) } else { Failed::Refused(error) }
+    }
+}
+
+impl Streams {
+    /// No lane yet.
+    pub(crate) fn new(client: &Client, guest: &CudaGuest) -> Self {
+        Self { client: client.clone(), guest: guest.clone(), table: Mutex::default() }
+    }
+
+    /// Puts a copy on its stream. In steady state nobody but the daemon's check is waited for, and the interpreter's lock is kept.
+    ///
+    /// # Errors
+    /// See [`Failed`].
+    pub(crate) fn order(&self, py: Python<'_>, ask: Ask<'_>) -> Result<(), Failed> {
+        if let Some(known) = self.known(ask.stream)
+            && let Ok(mut lane) = known.try_lock()
+            && lane.stream == ask.stream
+        {
+            match lane.lane.try_order(ask.plan, ask.direction, ask.request, PATIENCE) {
+                Ok(Tried::Accepted(words)) => return lane.enqueue(&self.guest, ask.handle, words),
+                Ok(Tried::Asked(asked)) => {
+                    let lane = &mut *lane;
+                    return py.detach(|| match lane.lane.accepted(&asked) {
+                        Ok(words) => lane.enqueue(&self.guest, ask.handle, words),
+                        Err(error) => Err(lane.failed(error)),
+                    });
+                }
+                Ok(Tried::Full) => {}
+                Err(_) if lane.lane.is_spent() => {}
+                Err(error) => return Err(lane.failed(error)),
+            }
+        }
+        py.detach(|| self.order_patiently(ask))
+    }
+
+    /// The same, for whatever has to be waited for.
+    fn order_patiently(&self, ask: Ask<'_>) -> Result<(), Failed> {
+        let mut is_replaced = false;
+        loop {
+            let known = match self.known(ask.stream) {
+                Some(known) => known,
+                None => self.open(ask.stream)?,
+            };
+            let mut lane = lock(&known);
+            if lane.stream != ask.stream {
+                continue;
+            }
+            if lane.lane.is_spent() && !mem::replace(&mut is_replaced, true) {
+                *lane = self.new_lane(ask.stream)?;
+            }
+            let ordered = lane.lane.order(ask.plan, ask.direction, ask.request);
+            match ordered.map(|ordered| [ordered.bell(), ordered.done()]) {
+                Ok(words) => return lane.enqueue(&self.guest, ask.handle, words),
+                // The daemon went away under it.
+                Err(_) if lane.lane.is_spent() && !is_replaced => {}
+                Err(error) => return Err(lane.failed(error)),
+            }
+        }
+    }
+
+    /// The lane of a stream.
+    fn known(&self, stream: u64) -> Option<Arc<Mutex<Lane>>> {
+        let mut table = lock(&self.table);
+        table.uses += 1;
+        let used = table.uses;
+        let known = table.lanes.iter_mut().find(|known| known.stream == stream)?;
+        known.used = used;
+        Some(Arc::clone(&known.lane))
+    }
+
+    /// A lane for a stream that has none; where the session has no more, that of a stream whose copies are all done.
+    fn open(&self, stream: u64) -> Result<Arc<Mutex<Lane>>, Failed> {
+        let opened = match self.new_lane(stream) {
+            Ok(opened) => Ok(opened),
+            Err(Failed::Refused(error)) if error.code() == Some(RefusalCode::QuotaExceeded) => {
+                Err(Failed::Refused(error))
+            }
+            Err(failed) => return Err(failed),
+        };
+        let mut table = lock(&self.table);
+        if let Some(known) = table.lanes.iter().find(|known| known.stream == stream) {
+            // Another thread was faster.
+            return Ok(Arc::clone(&known.lane));
+        }
+        let used = table.uses;
+        match opened {
+            Ok(opened) => {
+                let lane = Arc::new(Mutex::new(opened));
+                table.lanes.push(Known { stream, used, lane: Arc::clone(&lane) });
+                Ok(lane)
+            }
+            Err(full) => table.reassign(stream).ok_or(full),
+        }
+    }
+
+    fn new_lane(&self, stream: u64) -> Result<Lane, Failed> {
+        let lane = self.client.open_lane().map_err(Failed::Refused)?;
+        let words = {
+            let (mapping, range) = lane.memory();
+            let place = Arc::as_ptr(mapping).addr();
+            let mut table = lock(&self.table);
+            let shared = table.words.iter().find(|(of, _)| *of == place);
+            if let Some((_, words)) = shared {
+                Arc::clone(words)
+            } else {
+                let words = self.guest.share_words(mapping, range).map_err(Failed::Driver)?;
+                let words = Arc::new(words);
+                table.words.push((place, Arc::clone(&words)));
+                words
+            }
+        };
+        Ok(Lane { stream, lane, words })
+    }
+
+    /// Every lane, out of the table.
+    fn lanes(&self) -> Vec<Arc<Mutex<Lane>>> {
+        lock(&self.table).lanes.iter().map(|known| Arc::clone(&known.lane)).collect()
+    }
+
+    /// Whether every copy that was put on a stream so far was or will be made. A load or two for each stream.
+    ///
+    /// # Errors
+    /// Why the first one was not.
+    pub(crate) fn check(&self, py: Python<'_>) -> Result<(), Failed> {
+        let mut held = Vec::new();
+        for known in &lock(&self.table).lanes {
+            match known.lane.try_lock() {
+                Ok(lane) => lane.check()?,
+                Err(_) => held.push(Arc::clone(&known.lane)),
+            }
+        }
+        if held.is_empty() {
+            return Ok(());
+        }
+        py.detach(|| held.iter().try_for_each(|lane| lock(lane).check()))
+    }
+
+    /// The same for one stream: before anything else of its next copy is asked. Whoever uses it now finds out by itself.
+    ///
+    /// # Errors
+    /// Why a copy of it was not.
+    pub(crate) fn check_stream(&self, stream: u64) -> Result<(), Failed> {
+        let Some(known) = self.known(stream) else { return Ok(()) };
+        known.try_lock().map_or(Ok(()), |lane| lane.check())
+    }
+
+    /// Forgets the lanes of streams that lost a copy: their next copies begin anew.
+    pub(crate) fn reset(&self) {
+        let lanes = mem::take(&mut lock(&self.table).lanes);
+        let (kept, _gone): (Vec<Known>, Vec<Known>) =
+            lanes.into_iter().partition(|known| lock(&known.lane).check().is_ok());
+        let mut table = lock(&self.table);
+        // Others may have opened lanes meanwhile.
+        let opened = mem::replace(&mut table.lanes, kept);
+        table.lanes.extend(opened);
+    }
+
+    /// Lets go of the memory that copies held which are done.
+    pub(crate) fn let_go(&self) {
+        self.lanes().iter().for_each(|lane| lock(lane).lane.let_go());
+    }
+
+    /// Waits until every copy that was put on a stream is over. Those of streams that lost one are not waited for.
+    ///
+    /// # Errors
+    /// DEADLINE_EXCEEDED.
+    pub(crate) fn settle(&self, timeout: Duration) -> Result<(), Error> {
+        let until = Instant::now().checked_add(timeout);
+        for lane in self.lanes() {
+            loop {
+                {
+                    let lane = lock(&lane);
+                    if lane.lane.is_settled() || lane.lane.check().is_err() {
+                        break;
+                    }
+                }
+                if until.is_some_and(|until| Instant::now() >= until) {
+                    return Err(unsettled(timeout));
+                }
+                thread::sleep(PAUSE);
+            }
+        }
+        self.let_go();
+        Ok(())
+    }
+}
+
+impl Lane {
+    fn check(&self) -> Result<(), Failed> {
+        match self.lane.check() {
+            Err(error) if !self.lane.is_spent() => Err(Failed::Stream(error)),
+            Ok(()) | Err(_) => Ok(()),
+        }
+    }
+}
+
+impl Table {
+    /// Gives the stream the lane of the one that was used longest ago, of those whose copies are all done.
+    fn reassign(&mut self, stream: u64) -> Option<Arc<Mutex<Lane>>> {
+        self.lanes.sort_by_key(|known| known.used);
+        let used = self.uses;
+        for known in &mut self.lanes {
+            let Ok(mut lane) = known.lane.try_lock() else { continue };
+            if lane.lane.is_settled() && lane.lane.check().is_ok() {
+                lane.stream = stream;
+                (known.stream, known.used) = (stream, used);
+                return Some(Arc::clone(&known.lane));
+            }
+        }
+        None
+    }
+}
+
+impl Drop for Streams {
+    fn drop(&mut self) {
+        // A stream may still reach the words of copies that are not done.
+        let is_idle = self.lanes().iter().all(|lane| lock(lane).lane.is_settled());
+        if !is_idle {
+            mem::forget(mem::take(&mut lock(&self.table).words));
+        }
+    }
+}
+
+fn unsettled(timeout: Duration) -> Error {
+    let sentence = format!("Copies that were put on streams were not done within {timeout:?}");
+    Refusal::new(RefusalCode::DeadlineExceeded, sentence)
+        .about("stream")
+        .remedied_by("Synchronise the streams first, or allow more time (connect(timeout_s=..)).")
+        .into()
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,362 @@
+"""A worker in Python whose copies are in the order of its CUDA streams, over the stub driver: no torch, hooks of its own.
+
+Run by tests/tests/python_cuda.rs, which is told on the standard output to do things with the daemon ("! kill", "! start") and
+answers each with a line. Prints the name of each case that holds, and ends with 1 at the first that does not.
+"""
+
+import array
+import ctypes
+import os
+import random
+import sys
+import threading
+import time
+
+import statecopy
+from cuda_tensors import FLOAT, INT, UINT, Managed, Memory, call, enter, pythonapi, read
+from statecopy import _core
+
+ROWS, PAYLOAD = 12, 2 * 3 * 8
+ROW_BYTES = PAYLOAD * 4
+PATIENCE_S = 20
+NON_BLOCKING = 1
+GEQ, PINNED = 0, 4096
+rng = random.Random(11)
+
+
+class Stream:
+    """A stream, and a gate that holds what comes behind it."""
+
+    def __init__(self):
+        self.handle = ctypes.c_void_p()
+        call("cuStreamCreateWithPriority", ctypes.byref(self.handle), NON_BLOCKING, 0)
+        self.pinned, self.used = ctypes.c_void_p(), 64
+        call("cuMemHostAlloc", ctypes.byref(self.pinned), ctypes.c_size_t(PINNED), 2)
+        self.place, self.turn = ctypes.c_uint64(), 0
+        call("cuMemHostGetDevicePointer_v2", ctypes.byref(self.place), self.pinned, 0)
+        self.word = ctypes.c_uint64.from_address(self.pinned.value)
+
+    def hold(self):
+        self.turn += 1
+        call("cuStreamWaitValue64_v2", self.handle, self.place, ctypes.c_uint64(self.turn), GEQ)
+
+    def go_on(self):
+        self.word.value = self.turn
+
+    def write(self, memory, data, at=0):
+        """In the stream's order."""
+        source, self.used = self.pinned.value + self.used, self.used + (len(data) + 63) // 64 * 64
+        assert self.used <= PINNED
+        ctypes.memmove(source, bytes(data), len(data))
+        target, nbytes = ctypes.c_uint64(memory.address + at), ctypes.c_size_t(len(data))
+        call("cuMemcpyHtoDAsync_v2", target, ctypes.c_void_p(source), nbytes, self.handle)
+
+    def synchronise(self):
+        call("cuStreamSynchronize", self.handle)
+
+
+class Made:
+    """What a gather gives, as torch's tensors are asked."""
+
+    def __init__(self, view):
+        self.view = view
+
+    def data_ptr(self):
+        return self.view.address
+
+    def __getattr__(self, name):
+        return getattr(self.view, name)
+
+
+class Hooks:
+    """What statecopy.torch does with torch. Tensors lie one behind the other in one allocation, and are never freed."""
+
+    def __init__(self, pooled=False):
+        self.local, self.pooled = threading.local(), pooled
+        self.memory, self.used = Memory(32 << 20, pooled), 0
+        self.lock, self.kept, self.made = threading.Lock(), [], 0
+
+    def use(self, stream):
+        self.local.stream = stream
+        return stream
+
+    def stream(self):
+        return self.local.stream.handle.value
+
+    def room(self, nbytes):
+        with self.lock:
+            at, self.used = self.used, self.used + (nbytes + 255) // 256 * 256
+            assert self.used <= self.memory.nbytes
+            return at
+
+    def maker(self, dtype):
+        assert dtype == "float32", dtype
+
+        def make(shape):
+            self.made += 1
+            return Made(self.memory.view(shape, offset=self.room(ROW_BYTES * shape[0])))
+
+        return make
+
+    def upload(self, role, values):
+        form, code, bits = ("b", UINT, 8) if role == "flags" else ("q", INT, 64)
+        data = array.array(form, values).tobytes()
+        at = self.room(len(data))
+        self.local.stream.write(self.memory, data, at)
+        return self.memory.view((len(values),), offset=at, code=code, bits=bits)
+
+    def wrap(self, capsule):
+        self.kept.append(capsule)
+        managed = ctypes.cast(pythonapi.PyCapsule_GetPointer(capsule, b"dltensor"), ctypes.POINTER(Managed))
+        return Wrapped(managed.contents.tensor.data)
+
+
+class Wrapped:
+    """A result that lies in the client's pool."""
+
+    def __init__(self, address):
+        self.address = address
+
+
+class Bed:
+    """A cache whose row r is filled with r + 1, a client, and vectors of indices."""
+
+    def __init__(self, completion="stream", pooled=False, **options):
+        self.hooks = Hooks(pooled)
+        self.memory = Memory(ROWS * ROW_BYTES)
+        self.fill()
+        self.cache = self.memory.view((ROWS, 2, 3, 8))
+        self.client = statecopy._client.Client(_core.connect(hooks=self.hooks, completion=completion, **options))
+        self.plan = self.register()
+        self.vectors = Memory(ROWS * 256)
+        for row in range(ROWS):
+            self.vectors.write(array.array("i", [row, (row + 1) % ROWS]), row * 256)
+
+    def register(self):
+        return self.client.register({"layer": self.cache}, max_selected=8)["layer"]
+
+    def fill(self):
+        self.memory.write(b"".join(bytes([row + 1]) * ROW_BYTES for row in range(ROWS)))
+
+    def rows(self, row, count=1):
+        return self.vectors.view((count,), offset=row * 256, code=INT)
+
+    def packed(self, byte, count=1):
+        memory = Memory(count * ROW_BYTES)
+        memory.write(bytes([byte]) * memory.nbytes)
+        return memory.view((count, 2, 3, 8))
+
+    def row(self, at):
+        return set(read(self.memory.address + at * ROW_BYTES, ROW_BYTES))
+
+
+def holds(result, *rows):
+    """Whether a result is so many whole rows, each of one byte."""
+    return read(result.address, len(rows) * ROW_BYTES) == b"".join(bytes([row]) * ROW_BYTES for row in rows)
+
+
+def raised(family, copy):
+    try:
+        copy()
+    except family as error:
+        return error
+    raise AssertionError(f"no {family.__name__} was raised")
+
+
+def until(what, ask):
+    deadline = time.monotonic() + PATIENCE_S
+    while not ask():
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        time.sleep(0.005)
+
+
+def tell(what):
+    print(f"! {what}", flush=True)
+    assert sys.stdin.readline(), "the test went away"
+
+
+def held(name):
+    print(name, flush=True)
+
+
+enter()
+bed = Bed()
+plan, hooks = bed.plan, bed.hooks
+assert bed.client.info()["completion"] == "stream"
+
+stream = hooks.use(Stream())
+stream.hold()
+stream.write(bed.memory, b"\x63" * ROW_BYTES, 3 * ROW_BYTES)
+result = plan.gather(bed.rows(3, 2))
+assert not holds(result, 99, 5), "it cannot be there yet"
+stream.go_on()
+stream.synchronise()
+assert holds(result, 99, 5), read(result.address, 8)
+held("a gather returns at once, and comes behind what its stream was asked before")
+
+stream.hold()
+packed = bed.packed(77)
+plan.scatter(packed, bed.rows(3))
+again = plan.gather(bed.rows(3))
+assert bed.row(3) == {99}
+stream.go_on()
+stream.synchronise()
+assert bed.row(3) == {77} and holds(again, 77)
+held("a scatter comes before what its stream is asked after it")
+
+other = Stream()
+stream.hold()
+late = plan.gather(bed.rows(1))
+hooks.use(other)
+early = plan.gather(bed.rows(2))
+other.synchronise()
+assert holds(early, 3) and not holds(late, 2)
+stream.go_on()
+stream.synchronise()
+assert holds(late, 2)
+held("streams do not wait for each other")
+
+stream = hooks.use(Stream())
+stream.hold()
+listed = plan.gather([4, -1, 5], [True, True, False])
+stream.go_on()
+stream.synchronise()
+assert holds(listed, 5, 0, 0)
+held("values of the host are there when their turn has come")
+
+error = raised(statecopy.ArgumentError, lambda: plan.scatter(bed.packed(1, 2), bed.rows(1)))
+assert error.code == "PACKED_MISMATCH", error
+overlapping = bed.memory.view((1, 2, 3, 8))
+error = raised(statecopy.ArgumentError, lambda: plan.scatter(overlapping, bed.rows(1)))
+assert error.code == "OVERLAP" and error.leaves == "nothing_moved", (error.code, error.leaves)
+error = raised(statecopy.ArgumentError, lambda: plan.gather(bed.rows(1), lane=3))
+assert error.about == "lane", error
+result = plan.gather(bed.rows(6))
+stream.synchronise()
+assert holds(result, 7)
+bed.client.check()
+held("a refusal raises, and its stream goes on")
+
+given = Memory(ROW_BYTES).view((1, 2, 3, 8))
+assert plan.gather(bed.rows(8), out=given) is given
+pending = plan.submit_gather(bed.rows(9))
+waited = pending.wait()
+assert holds(waited, 10)
+stream.synchronise()
+assert holds(given, 9)
+held("results go where they are wanted, and what is submitted is waited for by the host")
+
+stream = hooks.use(Stream())
+failures, results = [], {}
+
+
+def worker(number):
+    try:
+        enter()
+        hooks.use(stream)
+        results[number] = [(turn % ROWS, plan.gather(bed.rows(turn % ROWS))) for turn in range(number, number + 100)]
+    except BaseException as error:
+        failures.append(error)
+
+
+bed.fill()
+threads = [threading.Thread(target=worker, args=(number,)) for number in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not failures, failures
+stream.synchronise()
+assert all(holds(result, row + 1) for some in results.values() for row, result in some)
+held("threads take turns on one stream")
+
+streams = [Stream() for _ in range(70)]
+for number, stream in enumerate(streams):
+    hooks.use(stream)
+    result = plan.gather(bed.rows(number % ROWS))
+    stream.synchronise()
+    assert holds(result, number % ROWS + 1)
+for stream in streams[:64]:
+    hooks.use(stream)
+    stream.hold()
+    plan.gather(bed.rows(0))
+hooks.use(streams[64])
+error = raised(statecopy.CapacityError, lambda: plan.gather(bed.rows(0)))
+assert error.code == "QUOTA_EXCEEDED", error
+for stream in streams[:64]:
+    stream.go_on()
+    stream.synchronise()
+until("a lane is at rest", lambda: bed.client.check() is None)
+result = plan.gather(bed.rows(5))
+streams[64].synchronise()
+assert holds(result, 6)
+held("streams whose copies are done give their lanes to others")
+
+stream = hooks.use(Stream())
+stream.hold()
+plan.scatter(bed.packed(55), bed.rows(7))
+opener = threading.Timer(0.2, stream.go_on)
+opener.start()
+bed.client.release()
+assert bed.row(7) == {55}
+error = raised(statecopy.HandleError, lambda: plan.gather(bed.rows(7)))
+assert error.code == "REGION_UNKNOWN", error
+bed.client.check()
+bed.client.rebind({"layer": bed.cache})
+result = plan.gather(bed.rows(7))
+stream.synchronise()
+assert holds(result, 55)
+held("memory is given up once the copies that were put on streams are made")
+
+lost = Bed(pooled=True)
+stream = lost.hooks.use(Stream())
+result = lost.plan.gather(lost.rows(3))
+stream.synchronise()
+assert holds(result, 4) and lost.client.counters()["pool_bytes_in_use"] > 0
+lost.plan.gather(lost.rows(4))
+assert lost.hooks.made == 1, "its memory is not tried again"
+lost.client.close()
+held("results lie in the pool where the library's own memory cannot be shared")
+
+plain = Bed(completion="host")
+stream = plain.hooks.use(Stream())
+result = plain.plan.gather(plain.rows(2))
+assert holds(result, 3) and plain.client.info()["completion"] == "host"
+plain.client.check()
+plain.client.close()
+held("a client that is host-completed returns when the bytes are there")
+
+stream, resting = Stream(), Stream()
+hooks.use(resting)
+plan.gather(bed.rows(1))
+resting.synchronise()
+hooks.use(stream)
+until("the copy is known to be over", lambda: bed.client.trim() is not None and bed.client.check() is None)
+stream.hold()
+plan.gather(bed.rows(1))
+tell("kill")
+stream.go_on()
+stream.synchronise()
+error = raised(statecopy.Error, bed.client.check)
+assert error.about == "stream" and error.leaves == "unknown", (error, error.leaves)
+for copy in (lambda: plan.gather(bed.rows(1)), lambda: plan.scatter(bed.packed(9), bed.rows(1))):
+    error = raised(statecopy.Error, copy)
+    assert error.about == "stream" and error.leaves == "unknown", (error, error.leaves)
+tell("start")
+hooks.use(resting)
+result = plan.gather(bed.rows(1))
+resting.synchronise()
+assert holds(result, 2)
+hooks.use(stream)
+error = raised(statecopy.Error, lambda: plan.gather(bed.rows(1)))
+assert error.about == "stream", error
+raised(statecopy.Error, bed.client.check)
+bed.client.reset_lanes()
+bed.client.check()
+result = plan.gather(bed.rows(4))
+stream.synchronise()
+assert holds(result, 5)
+held("a stream that lost a copy to the daemon's end raises until it is reset, and no other does")
+
+bed.client.close()
+os._exit(0)
