@@ -129,6 +129,8 @@ enum Command<D: Device> {
     Open(Box<Station<D>>, Doorbell),
     /// A session's new table, and buffers for its inline indices and flags.
     Install(SessionId, Arc<SessionTable<D>>, Inline),
+    /// The same with layers that lie elsewhere now. Given back while a stream that has rung waits for its copy.
+    Move(SessionId, Arc<SessionTable<D>>, Inline),
     /// Slots of a session's graphs, which were checked; and whether an earlier executor had them armed.
     Arm(SessionId, Vec<SlotRecord>, bool),
     /// A graph of a session is gone.
@@ -147,9 +149,10 @@ impl<D: Device> Command<D> {
     /// The session whose running copy must end first.
     fn waits_for(&self) -> Option<SessionId> {
         match self {
-            Self::Install(session, ..) | Self::Disarm(session, _) | Self::Close(session) => {
-                Some(*session)
-            }
+            Self::Install(session, ..)
+            | Self::Move(session, ..)
+            | Self::Disarm(session, _)
+            | Self::Close(session) => Some(*session),
             Self::Open(..) | Self::Arm(..) | Self::Drain | Self::Fail(_) | Self::End => None,
         }
     }
@@ -158,10 +161,18 @@ impl<D: Device> Command<D> {
 /// What the executor no longer uses. Whoever gets it drops it.
 type Retired = Option<Box<dyn Send>>;
 
+/// What became of a command.
+enum Outcome {
+    /// It was carried out.
+    Done(Retired),
+    /// It was not: copies whose bells rang wait, and would be of other memory than they were rung for.
+    Rung(Retired),
+}
+
 /// The preparing thread's hold on the executor.
 pub(super) struct ExecutorHandle<D: Device> {
     commands: SyncSender<Command<D>>,
-    retired: Receiver<Retired>,
+    outcomes: Receiver<Outcome>,
     bell: Doorbell,
     hook_epoch: Arc<AtomicU64>,
     thread: Option<JoinHandle<()>>,
@@ -192,6 +203,19 @@ impl<D: Device> ExecutorHandle<D> {
     ) -> Result<(), Refusal> {
         let inline = Inline::new(table.selected_max());
         self.tell(Command::Install(session, table, inline))
+    }
+
+    /// The same for a table whose layers lie in other memory than before.
+    ///
+    /// # Errors
+    /// OVERLOADED while a stream that has rung waits for its copy; then the old one stays.
+    pub(super) fn install_moved(
+        &self,
+        session: SessionId,
+        table: Arc<SessionTable<D>>,
+    ) -> Result<(), Refusal> {
+        let inline = Inline::new(table.selected_max());
+        self.tell(Command::Move(session, table, inline))
     }
 
     /// Arms slots of a session's graphs, which were checked. `resumed`: an earlier executor, whose process is dead, had them armed.
@@ -241,7 +265,10 @@ impl<D: Device> ExecutorHandle<D> {
     fn tell(&self, command: Command<D>) -> Result<(), Refusal> {
         self.commands.send(command).map_err(|_| executor_gone())?;
         self.bell.ring();
-        self.retired.recv().map(drop).map_err(|_| executor_gone())
+        match self.outcomes.recv().map_err(|_| executor_gone())? {
+            Outcome::Done(_retired) => Ok(()),
+            Outcome::Rung(_retired) => Err(rung()),
+        }
     }
 }
 
@@ -267,7 +294,7 @@ struct Executor<D: Device> {
     commands: Receiver<Command<D>>,
     /// A command that waits for a running copy of its session.
     deferred: Option<Command<D>>,
-    retire: SyncSender<Retired>,
+    tell: SyncSender<Outcome>,
     counters: Counters,
     export: GuardExport,
     news: News,
@@ -287,7 +314,7 @@ struct Executor<D: Device> {
 pub(super) fn start<D: Device>(device: &D, setup: Setup) -> Result<ExecutorHandle<D>, Refusal> {
     let Setup { ring, bell, counters, guard, link, settings } = setup;
     let (commands, inbox) = sync_channel(1);
-    let (retire, retired) = sync_channel(1);
+    let (tell, outcomes) = sync_channel(1);
     let hook_epoch = Arc::new(AtomicU64::new(0));
     let selected_max = usize::try_from(settings.selected_max).unwrap_or(usize::MAX);
     let station = Station::new(Scope::Supervisor, ring, Inline::new(selected_max), Arc::default());
@@ -303,7 +330,7 @@ pub(super) fn start<D: Device>(device: &D, setup: Setup) -> Result<ExecutorHandl
         sessions: Sessions::new(Arc::clone(&hook_epoch)),
         commands: inbox,
         deferred: None,
-        retire,
+        tell,
         counters,
         export: GuardExport::new(guard),
         news,
@@ -321,7 +348,7 @@ pub(super) fn start<D: Device>(device: &D, setup: Setup) -> Result<ExecutorHandl
             executor.run();
         })
         .map_err(|error| not_started(&error))?;
-    Ok(ExecutorHandle { commands, retired, bell, hook_epoch, thread: Some(thread) })
+    Ok(ExecutorHandle { commands, outcomes, bell, hook_epoch, thread: Some(thread) })
 }
 
 impl<D: Device> Executor<D> {
@@ -338,7 +365,7 @@ impl<D: Device> Executor<D> {
                 Turn::Waiting => std::hint::spin_loop(),
                 Turn::Idle if moved_on => {}
                 Turn::Idle if self.ending => {
-                    self.acknowledge(None);
+                    self.acknowledge(Outcome::Done(None));
                     return;
                 }
                 Turn::Idle => {
@@ -430,17 +457,17 @@ impl<D: Device> Executor<D> {
             self.deferred = Some(command);
             return false;
         }
-        if let Some(retired) = self.carry_out(command) {
+        if let Some(outcome) = self.carry_out(command) {
             self.export.publish(&self.counters);
-            self.acknowledge(retired);
+            self.acknowledge(outcome);
         }
         true
     }
 
     /// `None`: acknowledged later.
-    fn carry_out(&mut self, command: Command<D>) -> Option<Retired> {
+    fn carry_out(&mut self, command: Command<D>) -> Option<Outcome> {
         match command {
-            Command::Drain => Some(None),
+            Command::Drain => Some(Outcome::Done(None)),
             Command::Fail(fault) => self.give_up(&fault),
             Command::End => {
                 self.ending = true;
@@ -454,25 +481,28 @@ impl<D: Device> Executor<D> {
                 let added = self.bells.add(&bell, token);
                 assert!(added.is_ok(), "A worker's doorbell cannot be listened to: {added:?}");
                 self.stations.push((*station, bell));
-                Some(None)
+                Some(Outcome::Done(None))
             }
-            Command::Install(session, table, inline) => {
+            Command::Move(session, table, inline) if self.is_rung(session) => {
+                Some(Outcome::Rung(Some(Box::new((table, inline)))))
+            }
+            Command::Install(session, table, inline) | Command::Move(session, table, inline) => {
                 let old = self.sessions.install(session, table);
                 let old_inline = match self.station_of(session) {
                     Some(at) => self.stations[at].0.fit(inline),
                     None => inline,
                 };
-                Some(Some(Box::new((old, old_inline))))
+                Some(Outcome::Done(Some(Box::new((old, old_inline)))))
             }
             Command::Arm(session, slots, resumed) => {
                 if let Some(graphs) = self.graphs_of(session) {
                     graphs.arm(&slots, resumed);
                 }
-                Some(Some(Box::new(slots)))
+                Some(Outcome::Done(Some(Box::new(slots))))
             }
             Command::Disarm(session, pair) => {
                 let disarmed = self.graphs_of(session).and_then(|graphs| graphs.disarm(pair));
-                Some(Some(Box::new(disarmed)))
+                Some(Outcome::Done(Some(Box::new(disarmed))))
             }
             Command::Close(session) => {
                 let old = self.sessions.remove(session);
@@ -480,7 +510,7 @@ impl<D: Device> Executor<D> {
                 if let Some((_, bell)) = &station {
                     self.bells.remove(bell).ok();
                 }
-                Some(Some(Box::new((old, station))))
+                Some(Outcome::Done(Some(Box::new((old, station)))))
             }
         }
     }
@@ -494,9 +524,14 @@ impl<D: Device> Executor<D> {
         self.stations[at].0.graphs()
     }
 
-    fn acknowledge(&self, retired: Retired) {
+    /// Whether a stream of a session waits for a copy.
+    fn is_rung(&self, session: SessionId) -> bool {
+        self.station_of(session).is_some_and(|at| self.stations[at].0.is_rung())
+    }
+
+    fn acknowledge(&self, outcome: Outcome) {
         // The preparing thread waits for it; when it is gone, so is this process in a moment.
-        self.retire.send(retired).ok();
+        self.tell.send(outcome).ok();
     }
 
     /// Sleeps until a doorbell rings, or it is time to look at the bells of lanes, or to ask whether the device lives.
@@ -585,4 +620,10 @@ fn not_started(error: &io::Error) -> Refusal {
 /// The executor's thread is gone: this process ends with it.
 fn executor_gone() -> Refusal {
     Refusal::new(RefusalCode::DeviceLost, "The executor is gone")
+}
+
+fn rung() -> Refusal {
+    let sentence = "Streams of the session have reached copies that are not done";
+    Refusal::new(RefusalCode::Overloaded, sentence)
+        .remedied_by("Wait for the lanes of the session (synchronise its streams), then rebind.")
 }

@@ -256,9 +256,12 @@ impl<D: Device> Preparer<D> {
             layer.placement = moved.placement.clone();
         }
         let targets = bind_awake(&*self.device, &kept.regions, &layers, &kept.sets, terms)?;
+        let targets = Some(Arc::new(targets));
+        let table = SessionTable { regions: kept.regions.clone(), targets: targets.clone() };
+        self.executor.install_moved(session, Arc::new(table))?;
         kept.layers = layers;
-        kept.targets = Some(Arc::new(targets));
-        self.install(session)
+        kept.targets = targets;
+        Ok(())
     }
 
     /// Arms slots of captured graphs, all or none. `resumed`: an earlier device process had them armed; then they are checked only

@@ -149,6 +149,11 @@ impl<D: Device> Station<D> {
             || self.serves(session) && self.streams.as_ref().is_some_and(Streams::is_busy)
     }
 
+    /// Whether a stream waits for a copy.
+    pub(super) fn is_rung(&self) -> bool {
+        self.streams.as_ref().is_some_and(Streams::is_due)
+    }
+
     /// Whether a bell may ring, which wakes nobody.
     pub(super) fn awaits_bell(&self) -> bool {
         self.streams.as_ref().is_some_and(Streams::awaits_bell)
@@ -167,8 +172,7 @@ impl<D: Device> Station<D> {
                 graphs.drain();
             }
         }
-        let streams_rest = self.streams.as_ref().is_none_or(|streams| !streams.is_due());
-        self.closing == Closing::Closed && self.job.is_none() && streams_rest
+        self.closing == Closing::Closed && self.job.is_none() && !self.is_rung()
     }
 
     /// Takes new buffers for inline indices and flags; gives the old ones back.

@@ -2,6 +2,7 @@
 
 use std::thread;
 
+use statecopy_session::lane::LaneWords as _;
 use statecopy_session::layout::LANES;
 use statecopy_session::{
     Answer, CopyDescriptor, FREED, Fault, LaneNumber, LanePhase, LaneSubmitter, MappedLane,
@@ -326,4 +327,36 @@ fn words_out_of_range_hurt_their_own_session_alone() {
         }
         worker.rig.run(&worker.rig.gather(1, &[0]), &[0]).unwrap();
     }
+}
+
+#[test]
+fn layers_do_not_move_while_a_stream_waits_for_a_copy_of_them() {
+    let mut worker = Worker::new();
+    let to = |layer: &LayerRecord| RebindRecord {
+        binding: layer.binding,
+        region: CACHE,
+        placement: layer.placement.clone(),
+    };
+    let moves: Vec<_> = registration().layers.iter().map(to).collect();
+    let mut request = worker.gather(0);
+    (request.selected, request.packed.bytes) = (16, 16 * PAYLOAD * 4);
+    let lanes = 0..usize::try_from(LANES).unwrap();
+    let mut last = 0;
+    for lane in lanes.clone() {
+        for _ in 0..worker.lanes[lane].words().slots() {
+            last = worker.order(lane, &request, NEVER).unwrap();
+        }
+    }
+    for lane in lanes.clone() {
+        worker.ring(lane, last);
+    }
+    let refusal = worker.rig.preparer.rebind(WORKER, &moves).unwrap_err();
+    assert_eq!(refusal.code(), RefusalCode::Overloaded);
+    for lane in lanes {
+        assert_eq!(worker.wait(lane, last), last, "what was rung is copied");
+    }
+    worker.rig.preparer.rebind(WORKER, &moves).unwrap();
+    let next = worker.order(0, &worker.gather(1), NEVER).unwrap();
+    worker.ring(0, next);
+    assert_eq!(worker.wait(0, next), next);
 }
