@@ -18,7 +18,7 @@ pub mod compile;
 mod context;
 mod driver;
 mod export;
-#[cfg(feature = "fault")]
+#[cfg(feature = "worker")]
 mod fault;
 mod guest;
 mod launcher;
@@ -34,6 +34,8 @@ pub mod store;
 mod sys;
 mod variants;
 mod words;
+#[cfg(feature = "worker")]
+mod worker;
 
 #[cfg(test)]
 mod tests;
@@ -78,6 +80,8 @@ pub use self::registered::CudaWords;
 pub use self::selector::{CudaSelector, SelectorError};
 pub use self::variants::CudaVariants;
 pub use self::words::TICKETS_MAX;
+#[cfg(feature = "worker")]
+pub use self::worker::{CudaWorker, Place, Production, WordOp, WorkerGraph, WorkerStream};
 
 /// The first compute capability for which fused plans are made.
 const FUSED_SINCE: (u32, u32) = (8, 0);

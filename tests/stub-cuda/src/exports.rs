@@ -12,6 +12,7 @@ mod virtual_memory;
 use std::ffi::{CStr, c_char};
 use std::ptr::NonNull;
 
+use statecopy_kernels::cuda::Production;
 use statecopy_kernels::cuda::arguments::Arguments;
 
 use crate::abi::{
@@ -84,6 +85,7 @@ impl Plain for CUmemAllocationProp {}
 impl Plain for CUmemAccessDesc {}
 impl Plain for CUstreamBatchMemOpParams {}
 impl Plain for Arguments {}
+impl Plain for Production {}
 impl<T> Plain for In<T> {}
 
 impl<T: Plain> In<T> {

@@ -102,6 +102,7 @@ functions! {
     cuMemcpyHtoD_v2: Context;
     cuMemcpyHtoDAsync_v2: Context;
     cuMemcpyDtoH_v2: Context;
+    cuMemcpyDtoDAsync_v2: Context;
     cuMemsetD8_v2: Context;
     cuIpcGetMemHandle: Context;
     cuIpcOpenMemHandle_v2: Context;

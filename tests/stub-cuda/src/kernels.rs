@@ -1,4 +1,4 @@
-//! What the product's kernels do, row by row, over mapped memory.
+//! What the product's kernels do, row by row, over mapped memory; and what that of a native worker does.
 //!
 //! Every address is looked up first: one that the device may not touch is CUDA_ERROR_ILLEGAL_ADDRESS, as on a device, and
 //! no crash.
@@ -6,7 +6,9 @@
 use std::ptr;
 use std::sync::Arc;
 use std::thread;
+use std::time::{Duration, Instant};
 
+use statecopy_kernels::cuda::Production;
 use statecopy_kernels::cuda::arguments::{
     Arguments, CHUNK_BYTES, DIRECTION_GATHER, SHAPE_BATCH, SHAPE_FLAGS_ADDRESS, SHAPE_FLAGS_INLINE,
     SHAPE_INDICES_INLINE, SHAPE_ROW_STATES,
@@ -17,17 +19,35 @@ use crate::mapping::{self, Address};
 use crate::memory::Memory;
 use crate::process::{Answer, Process, STEP};
 
-/// A kernel of the product.
+/// A kernel that has a name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kernel {
-    Gather { width: u64 },
-    Scatter { width: u64 },
-    ByteCopy,
+    /// Of the product.
+    Copy(CopyKernel),
+    /// Of a native worker.
+    Produce,
 }
 
 impl Kernel {
     /// By the name of its entry point.
     pub(crate) fn named(name: &[u8]) -> Option<Self> {
+        if name == b"produce" {
+            return Some(Self::Produce);
+        }
+        CopyKernel::named(name).map(Self::Copy)
+    }
+}
+
+/// A kernel of the product.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum CopyKernel {
+    Gather { width: u64 },
+    Scatter { width: u64 },
+    ByteCopy,
+}
+
+impl CopyKernel {
+    fn named(name: &[u8]) -> Option<Self> {
         Some(match name {
             b"gather_int32" => Self::Gather { width: 4 },
             b"gather_int64" => Self::Gather { width: 8 },
@@ -53,7 +73,7 @@ impl Kernel {
 /// A kernel on its way.
 #[derive(Debug, Clone)]
 pub(crate) struct Launch {
-    pub(crate) kernel: Kernel,
+    pub(crate) kernel: CopyKernel,
     pub(crate) arguments: Arguments,
     /// Chunks of a row that the grid has.
     pub(crate) chunks: u64,
@@ -63,25 +83,48 @@ pub(crate) struct Launch {
 
 /// Runs a kernel to its end. An error is sticky.
 pub(crate) fn run(process: &Arc<Process>, launch: &Launch) -> Answer {
+    run_held(process, || {
+        for row in 0..launch.rows {
+            // Held for a row at a time, so that memory can be unmapped meanwhile, as on a device.
+            move_row(&process.memory(), launch, row)?;
+        }
+        Ok(())
+    })
+}
+
+/// Runs a worker's kernel to its end.
+pub(crate) fn produce(process: &Arc<Process>, production: &Production) -> Answer {
+    run_held(process, || {
+        let begun = Instant::now();
+        while begun.elapsed() < Duration::from_nanos(production.nanoseconds) {
+            process.sticky()?;
+            thread::sleep(STEP);
+        }
+        let Production { at: first, words, value, .. } = *production;
+        let memory = process.memory();
+        let bytes = value.to_le_bytes();
+        may(&memory, first, words.saturating_mul(8), true)?;
+        for place in 0..words.saturating_mul(8) {
+            store(&memory, at(first, place, 1), bytes[mapping::size(place % 8)])?;
+        }
+        Ok(())
+    })
+}
+
+fn run_held(process: &Process, kernel: impl FnOnce() -> Answer) -> Answer {
     process.trace.begin_kernel();
-    let ended = run_rows(process, launch);
+    let ended = hold(process).and_then(|()| kernel());
     process.trace.end_kernel();
     ended
 }
 
-fn run_rows(process: &Process, launch: &Launch) -> Answer {
+/// Waits as long as a test holds kernels, and faults where it asks for that.
+fn hold(process: &Process) -> Answer {
     while process.control.holds_kernels() {
         process.sticky()?;
         thread::sleep(STEP);
     }
-    if process.control.takes_kernel_fault() {
-        return Err(CUresult::ILLEGAL_ADDRESS);
-    }
-    for row in 0..launch.rows {
-        // Held for a row at a time, so that memory can be unmapped meanwhile, as on a device.
-        move_row(&process.memory(), launch, row)?;
-    }
-    Ok(())
+    if process.control.takes_kernel_fault() { Err(CUresult::ILLEGAL_ADDRESS) } else { Ok(()) }
 }
 
 /// Addresses wrap around, as on a device; what comes of it is looked up.

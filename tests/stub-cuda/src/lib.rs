@@ -5,7 +5,7 @@
 //! product's kernels are written here once more, row by row. The other half, [`Stub`], is a test's side: it makes the
 //! folder, asks for faults while processes run, and reads what each process did and still holds.
 //!
-//! **What it is not.** It is no emulator: it runs no code of an image and knows only the five kernels of statecopy. It
+//! **What it is not.** It is no emulator: it runs no code of an image and knows only the five kernels of statecopy and the one of its native workers. It
 //! proves the order of calls, clean-up and faults, and never speed. What NVIDIA's header leaves open is answered here as
 //! well as is known; a device has the last word, and `answers.py` asks it the same questions.
 //!

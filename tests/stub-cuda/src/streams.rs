@@ -4,6 +4,8 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 
+use statecopy_kernels::cuda::Production;
+
 use crate::abi::{CUdevice, CUresult, Opaque, flag};
 use crate::captures::Capture;
 use crate::graphs::Executable;
@@ -15,11 +17,13 @@ use crate::sync::{AtomicU64, Ordering};
 /// One thing that a stream does.
 #[derive(Debug, Clone)]
 pub(crate) enum Work {
-    /// Runs a kernel.
+    /// Runs a kernel of the product.
     Kernel(Box<Launch>),
+    /// Runs the kernel of a native worker.
+    Produce(Production),
     /// Writes a word, after everything before it is visible.
     Write { at: Address, value: u64 },
-    /// Copies from memory of the host, pinned or not: to read it late is the harder case for who reuses it early.
+    /// Copies, from memory of the host, pinned or not, too: to read it late is the harder case for who reuses it early.
     Copy { to: Address, from: Address, bytes: u64 },
     /// Waits until a word is as wanted.
     Wait { at: Address, value: u64, flags: u32 },
@@ -212,6 +216,7 @@ impl Queue {
 fn perform(process: &Arc<Process>, work: &Work) -> Answer {
     match work {
         Work::Kernel(launch) => kernels::run(process, launch),
+        Work::Produce(production) => kernels::produce(process, production),
         Work::Copy { to, from, bytes } => kernels::copy(&process.memory(), *from, *to, *bytes),
         Work::Write { at, value } => {
             let memory = process.memory();

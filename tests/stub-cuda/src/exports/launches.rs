@@ -10,7 +10,7 @@ use crate::abi::{
 };
 use crate::captures::Capture;
 use crate::compiler;
-use crate::kernels::Launch;
+use crate::kernels::{Kernel, Launch};
 use crate::process::{Answer, Process};
 use crate::streams::{Stream, Work};
 use crate::trace::Object;
@@ -34,6 +34,13 @@ const OPERATIONS_MAX: u32 = 255;
 /// Refuses a word that the device may not reach.
 fn check_word(process: &Process, address: CUdeviceptr, write: bool) -> Answer {
     let reached = process.memory().allows(address, 8, write) && address.is_multiple_of(8);
+    if reached { Ok(()) } else { Err(CUresult::INVALID_VALUE) }
+}
+
+/// Refuses to copy between memory that the device may not reach.
+fn check_copy(process: &Process, to: CUdeviceptr, from: CUdeviceptr, bytes: u64) -> Answer {
+    let memory = process.memory();
+    let reached = memory.allows(to, bytes, true) && memory.allows(from, bytes, false);
     if reached { Ok(()) } else { Err(CUresult::INVALID_VALUE) }
 }
 
@@ -88,9 +95,12 @@ exported! {
     cuStreamGetId(stream: Opaque, id: Out<u64>) |process| id.put(process.stream(stream)?.id());
     cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: Opaque) |process| {
         let (stream, bytes) = (process.stream(stream)?, bytes as u64);
-        if !process.memory().allows(to, bytes, true) || !process.memory().allows(from, bytes, false) {
-            return Err(CUresult::INVALID_VALUE);
-        }
+        check_copy(process, to, from, bytes)?;
+        stream.push(Work::Copy { to, from, bytes })
+    };
+    cuMemcpyDtoDAsync_v2(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: Opaque) |process| {
+        let (stream, bytes) = (process.stream(stream)?, bytes as u64);
+        check_copy(process, to, from, bytes)?;
         stream.push(Work::Copy { to, from, bytes })
     };
     cuStreamWriteValue64_v2(stream: Opaque, address: CUdeviceptr, value: u64, _flags: u32) |process| {
@@ -145,8 +155,14 @@ exported! {
         if extra.0.is_some() {
             return Err(CUresult::INVALID_VALUE);
         }
-        let arguments = parameters.get()?.get()?;
-        let launch = Launch { kernel, arguments, chunks: grid_x.into(), rows: grid_y.into() };
-        process.stream(stream)?.push(Work::Kernel(Box::new(launch)))
+        let parameter = parameters.get()?;
+        process.stream(stream)?.push(match kernel {
+            Kernel::Produce => Work::Produce(parameter.cast().get()?),
+            Kernel::Copy(kernel) => {
+                let arguments = parameter.get()?;
+                let (chunks, rows) = (grid_x.into(), grid_y.into());
+                Work::Kernel(Box::new(Launch { kernel, arguments, chunks, rows }))
+            }
+        })
     };
 }
