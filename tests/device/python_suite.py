@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """The cases of `statecopy.torch` that need a GPU: run by 'tests/device/run python' where there is one.
 
-usage: python_suite.py --statecopyd PATH --kernels STORE --output FOLDER [--commit ID] [CASE...]
+usage: python_suite.py --statecopyd PATH --kernels STORE --output FOLDER [--commit ID] [--mps with|without] [CASE...]
 
 Each group of cases is a process of its own, because torch's allocator is chosen when it starts: the default one, expandable
 segments, cudaMallocAsync. The groups run side by side, each with a daemon of its own. Prints 'ok   NAME  what was seen' or
-'FAIL NAME  why' for each case and 'N ok, N failed' last; the exit code is 0 only when none failed. FOLDER receives
+'FAIL NAME  why' for each case and 'N ok, N failed, with[out] MPS' last; the exit code is 0 only when none failed. FOLDER receives
 python.json and the daemons' logs. Needs torch and the wheel, and nothing else.
 """
 
@@ -537,6 +537,7 @@ def main():
     parser.add_argument("--example", required=True, help="client/python/examples/prefill.py")
     parser.add_argument("--output", required=True)
     parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--mps", choices=("with", "without"), default="without", help="how this process was started")
     parser.add_argument("--group", choices=ALLOCATORS, help=argparse.SUPPRESS)
     parser.add_argument("cases", nargs="*", metavar="CASE")
     options = parser.parse_args()
@@ -548,9 +549,9 @@ def main():
         seen = verdict["seen"] if verdict["ok"] else "\n" + verdict["seen"]
         print(f"{'ok  ' if verdict['ok'] else 'FAIL'} {verdict['case']}  {seen} ({verdict['seconds']} s)")
     failed = sum(not verdict["ok"] for verdict in verdicts)
-    report = {"commit": options.commit, "verdicts": verdicts}
+    report = {"commit": options.commit, "mps": options.mps == "with", "verdicts": verdicts}
     Path(options.output, "python.json").write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{len(verdicts) - failed} ok, {failed} failed")
+    print(f"{len(verdicts) - failed} ok, {failed} failed, {options.mps} MPS")
     return 1 if failed or not verdicts else 0
 
 

@@ -3,6 +3,7 @@
 mod copies;
 mod lives;
 mod memory;
+mod order;
 mod refusals;
 mod starts;
 
@@ -12,7 +13,7 @@ use crate::setup::Setup;
 
 /// What a case needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Needs {
+enum Needs {
     /// A driver, whether a device is behind it or not.
     Driver,
     /// A device.
@@ -23,17 +24,33 @@ pub(crate) enum Needs {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Case {
     pub(crate) name: &'static str,
-    pub(crate) needs: Needs,
+    needs: Needs,
+    /// Whether a process dies in a kernel of its own: with MPS that ends every other process on the device, too.
+    dies_in_a_kernel: bool,
     pub(crate) run: fn(&Setup) -> Result<String>,
 }
 
 impl Case {
     const fn new(name: &'static str, run: fn(&Setup) -> Result<String>) -> Self {
-        Self { name, needs: Needs::Driver, run }
+        Self { name, needs: Needs::Driver, dies_in_a_kernel: false, run }
     }
 
     const fn needing_a_device(name: &'static str, run: fn(&Setup) -> Result<String>) -> Self {
-        Self { name, needs: Needs::Device, run }
+        Self { needs: Needs::Device, ..Self::new(name, run) }
+    }
+
+    const fn dying_in_a_kernel(self) -> Self {
+        Self { dies_in_a_kernel: true, ..self }
+    }
+
+    /// What a case needs and does not have.
+    pub(crate) fn lacks(&self, setup: &Setup) -> Option<&'static str> {
+        match self.needs {
+            Needs::Device if setup.small => Some("a device"),
+            Needs::Driver | Needs::Device => {
+                (self.dies_in_a_kernel && setup.mps).then_some("a device without MPS")
+            }
+        }
     }
 }
 
@@ -51,6 +68,12 @@ pub(crate) const CASES: &[Case] = &[
     Case::new("a_batch_of_69_layers_is_one_request", copies::batch),
     Case::new("a_copy_of_many_launches_is_exact", copies::many_launches),
     Case::new("int32_reaches_pages_more_than_4_gib_apart", copies::far_pages),
+    Case::new("a_copy_comes_after_its_streams_producer_and_before_its_consumer", order::producers),
+    Case::new("accepted_copies_without_their_bells_hold_nobody_up", order::unrung),
+    Case::new("fp32_is_copied_in_a_stream", order::fp32),
+    Case::new("bf16_is_copied_in_a_stream", order::bf16),
+    Case::new("fp16_is_copied_in_a_stream", order::fp16),
+    Case::new("more_than_2_to_the_20_rings_of_one_lane_are_exact", order::many_rings),
     Case::needing_a_device("small_allocations_are_shared", memory::small_allocations),
     Case::new("64_layers_of_one_allocation_are_one_mapping", memory::one_mapping),
     Case::new("pieces_of_20_mib_are_side_by_side", memory::large_pieces),
@@ -73,8 +96,10 @@ pub(crate) const CASES: &[Case] = &[
     Case::needing_a_device(
         "a_fault_of_a_workers_own_kernel_hurts_nobody_else",
         lives::faulted_worker,
-    ),
-    Case::new("memory_freed_under_the_daemon_hurts_nobody_else", lives::freed_under_the_daemon),
+    )
+    .dying_in_a_kernel(),
+    Case::new("memory_freed_under_the_daemon_hurts_nobody_else", lives::freed_under_the_daemon)
+        .dying_in_a_kernel(),
     Case::new("bindings_outlive_the_device_process", lives::device_process),
     Case::new("workers_go_on_with_the_next_daemon", lives::next_daemon),
     Case::new("the_footprint_on_the_device_is_shown", starts::footprint),

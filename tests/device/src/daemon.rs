@@ -22,11 +22,17 @@ pub(crate) struct Daemon {
 }
 
 impl Daemon {
-    /// Starts it with everything of its own in that folder, and waits until it is ready.
-    pub(crate) fn start(setup: &Setup, folder: &Path, log: &Path) -> Result<Self> {
+    /// Starts it with everything of its own in that folder, and waits until it is ready. `http_address` is where it shows
+    /// itself, or "off".
+    pub(crate) fn start(
+        setup: &Setup,
+        folder: &Path,
+        log: &Path,
+        http_address: &str,
+    ) -> Result<Self> {
         let (runtime, config) = (folder.join("run"), folder.join("statecopyd.toml"));
         let mut text = format!(
-            "runtime_dir = {runtime:?}\nhttp_address = \"off\"\ndevices = [{:?}]\nartifact_store = {:?}\n",
+            "runtime_dir = {runtime:?}\nhttp_address = {http_address:?}\ndevices = [{:?}]\nartifact_store = {:?}\n",
             device_name(&setup.device),
             folder.join("kernels"),
         );

@@ -13,10 +13,12 @@
 mod cases;
 mod daemon;
 mod known;
+mod lanes;
 mod patience;
 mod rig;
 mod setup;
 mod suite;
+mod watch;
 mod wide;
 mod worker;
 
@@ -47,6 +49,9 @@ enum Command {
     /// Run one case in this process; only the suite starts it
     #[command(hide = true)]
     Case { name: String, setup: String },
+    /// Say whether processes share the device through MPS; only the suite starts it
+    #[command(hide = true)]
+    SharedByMps { device: String, driver_library: PathBuf },
     /// Be a worker that is killed; only a case starts it
     #[command(hide = true)]
     Worker { state: State, setup: String },
@@ -70,6 +75,9 @@ struct RunOptions {
     /// The CUDA driver: a name that the loader searches for, or a path
     #[arg(long, value_name = "FILE", default_value = "libcuda.so.1")]
     driver_library: PathBuf,
+    /// The processes are to share the device through MPS: fail where they do not
+    #[arg(long)]
+    mps: bool,
     /// No device is behind the driver: skip what needs one, and keep sizes small
     #[arg(long)]
     stub: bool,
@@ -104,6 +112,10 @@ fn obey(command: Command) -> Result<ExitCode> {
             let case = case.with_context(|| format!("{name} is no case"))?;
             let setup: Setup = serde_json::from_str(&setup)?;
             println!("{}", (case.run)(&setup)?);
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::SharedByMps { device, driver_library } => {
+            println!("{}", suite::is_shared_by_mps(&device, &driver_library)?);
             Ok(ExitCode::SUCCESS)
         }
         Command::Worker { state, setup } => {

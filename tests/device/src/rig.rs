@@ -12,6 +12,7 @@ use statecopy_kernels::reference;
 use statecopy_tests::Indices;
 
 use crate::known::{Known, noise};
+use crate::lanes::Queue;
 use crate::setup::Gpu;
 
 /// Bytes before and behind what a case uses of its memory: nothing may ever change them.
@@ -163,6 +164,24 @@ impl Rig {
         self.check(&what())
     }
 
+    /// As [`Rig::copy`], in the order of a stream, with indices and flags in device memory.
+    pub(crate) fn copy_in_stream(
+        &mut self,
+        queue: &mut Queue,
+        direction: Direction,
+        target: Target,
+        indices: &Indices,
+        flags: Option<&[u8]>,
+    ) -> Result<()> {
+        let (label, selected) = (direction.label(), indices.selected());
+        let what = format!("{label} of {selected} rows, {target:?}, in a stream");
+        let request = self.request(indices, flags, Inputs::Device)?;
+        queue.order(self.plan(target)?, direction, &request).with_context(|| what.clone())?;
+        queue.finish().with_context(|| what.clone())?;
+        self.expect(direction, target, indices, flags)?;
+        self.check(&what)
+    }
+
     /// Copies, and compares nothing.
     pub(crate) fn start(
         &mut self,
@@ -172,6 +191,17 @@ impl Rig {
         flags: Option<&[u8]>,
         inputs: Inputs,
     ) -> Result<Moved> {
+        let request = self.request(indices, flags, inputs)?;
+        Ok(self.plan(target)?.copy(direction, request)?)
+    }
+
+    /// A request of the packed buffer's start. Inputs that are in device memory are written there.
+    fn request<'a>(
+        &mut self,
+        indices: &'a Indices,
+        flags: Option<&'a [u8]>,
+        inputs: Inputs,
+    ) -> Result<Request<'a>> {
         let packed = self.place(&self.packed_at, MARGIN);
         let shared = inputs == Inputs::Device;
         if shared {
@@ -190,12 +220,14 @@ impl Rig {
             Indices::Int32(values) => WireIndices::Int32(values),
             Indices::Int64(values) => WireIndices::Int64(values),
         };
-        let mut request = Request::new(wire, packed);
-        if let Some(flags) = flags {
-            let at = self.place(&self.inputs_at, self.flags_offset);
-            request = request.flags(if shared { Flags::Shared(at) } else { Flags::Bytes(flags) });
-        }
-        Ok(self.plan(target)?.copy(direction, request)?)
+        let request = Request::new(wire, packed);
+        Ok(match flags {
+            None => request,
+            Some(_) if shared => {
+                request.flags(Flags::Shared(self.place(&self.inputs_at, self.flags_offset)))
+            }
+            Some(flags) => request.flags(Flags::Bytes(flags)),
+        })
     }
 
     fn place(&self, of: &Slice, offset: u64) -> Slice {

@@ -8,7 +8,9 @@ use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use statecopy_client::blocking::Client;
 use statecopy_client::{Address, ConnectOptions};
-use statecopy_kernels::cuda::{Allocator, CudaExporter, CudaMemory, CudaSelector, DriverError};
+use statecopy_kernels::cuda::{
+    Allocator, CudaExporter, CudaMemory, CudaSelector, CudaWorker, DriverError,
+};
 
 use crate::daemon::Daemon;
 
@@ -25,6 +27,8 @@ pub(crate) struct Setup {
     pub(crate) compiler: Option<PathBuf>,
     /// The CUDA driver.
     pub(crate) driver: PathBuf,
+    /// Whether processes share the device through MPS.
+    pub(crate) mps: bool,
     /// Small sizes, for a driver that is not a device.
     pub(crate) small: bool,
     /// A folder for what a case needs of the file system.
@@ -54,9 +58,18 @@ impl Setup {
 
     /// A daemon of the case's own.
     pub(crate) fn own_daemon(&self, name: &str) -> Result<Daemon> {
+        self.daemon_at(name, "off")
+    }
+
+    /// A daemon of the case's own that shows its health and metrics, on loopback.
+    pub(crate) fn shown_daemon(&self, name: &str) -> Result<Daemon> {
+        self.daemon_at(name, "127.0.0.1:0")
+    }
+
+    fn daemon_at(&self, name: &str, http_address: &str) -> Result<Daemon> {
         let folder = self.home.join(name);
         fs::create_dir_all(&folder)?;
-        Daemon::start(self, &folder, &self.daemon_log(name))
+        Daemon::start(self, &folder, &self.daemon_log(name), http_address)
     }
 
     /// Where such a daemon writes its log.
@@ -98,6 +111,11 @@ impl Gpu {
     pub(crate) fn allocate_exactly(&self, bytes: u64, allocator: Allocator) -> Result<CudaMemory> {
         let memory = self.exporter.allocate(self.selector, bytes, allocator);
         memory.with_context(|| format!("{bytes} bytes by {allocator:?}"))
+    }
+
+    /// Streams of this process, and what they do beside copies.
+    pub(crate) fn worker(&self, setup: &Setup) -> Result<CudaWorker> {
+        Ok(self.exporter.worker(self.selector, &setup.driver)?)
     }
 
     /// Lets a kernel of this process fault.

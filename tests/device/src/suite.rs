@@ -8,12 +8,14 @@ use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 use serde::Serialize;
+use statecopy_kernels::cuda::MANAGEMENT_LIBRARY;
+use statecopy_kernels::cuda::probe::Probe;
 
 use crate::RunOptions;
-use crate::cases::{CASES, Case, Needs};
+use crate::cases::{CASES, Case};
 use crate::daemon::Daemon;
 use crate::setup::Setup;
 
@@ -48,6 +50,7 @@ struct Report {
     device: String,
     family: String,
     uuid: String,
+    mps: bool,
     ok: usize,
     failed: usize,
     skipped: Vec<&'static str>,
@@ -60,23 +63,23 @@ struct Report {
 /// When the suite itself cannot run.
 pub(crate) fn run(options: &RunOptions) -> Result<ExitCode> {
     let home = tempfile::Builder::new().prefix("sc").tempdir()?;
-    fs::create_dir_all(&options.output)?;
     let shared = home.path().join("shared");
     fs::create_dir(&shared)?;
     let setup = setup(options, home.path(), &shared)?;
+    fs::create_dir_all(&options.output)?;
     let asked = |case: &&Case| {
         options.cases.is_empty() || options.cases.iter().any(|part| case.name.contains(part))
     };
     let (run, skipped): (Vec<&Case>, Vec<&Case>) =
-        CASES.iter().filter(asked).partition(|case| !options.stub || case.needs == Needs::Driver);
+        CASES.iter().filter(asked).partition(|case| case.lacks(&setup).is_none());
     let log = setup.output.join("daemon.log");
-    let start = || Daemon::start(&setup, &shared, &log);
+    let start = || Daemon::start(&setup, &shared, &log, "off");
     let first = start().with_context(|| format!("see {}", log.display()))?;
     let device = first.device()?.device.context("a device")?;
     let mut daemon = Some(first);
     println!("{} {} {}", device.name, device.family, device.uuid);
     for case in &skipped {
-        println!("skip {}  needs a device", case.name);
+        println!("skip {}  needs {}", case.name, case.lacks(&setup).unwrap_or_default());
     }
     let mut verdicts = Vec::new();
     for case in run {
@@ -109,6 +112,7 @@ pub(crate) fn run(options: &RunOptions) -> Result<ExitCode> {
         device: device.name,
         family: device.family,
         uuid: device.uuid,
+        mps: setup.mps,
         ok,
         failed: verdicts.len() - ok,
         skipped: skipped.iter().map(|case| case.name).collect(),
@@ -116,12 +120,37 @@ pub(crate) fn run(options: &RunOptions) -> Result<ExitCode> {
     };
     let file = setup.output.join("verdicts.json");
     fs::write(file, serde_json::to_string_pretty(&report)? + "\n")?;
-    println!("{} ok, {} failed", report.ok, report.failed);
+    let mps = if setup.mps { "with" } else { "without" };
+    println!("{} ok, {} failed, {mps} MPS", report.ok, report.failed);
     Ok(ExitCode::from(u8::from(report.failed > 0)))
+}
+
+/// Whether the driver lets the processes that start now share a device through MPS. Whoever asks may be a client of the MPS
+/// server until its end.
+///
+/// # Errors
+/// When there is no such device.
+pub(crate) fn is_shared_by_mps(device: &str, driver_library: &Path) -> Result<bool> {
+    let probe = Probe::open(driver_library, Path::new(MANAGEMENT_LIBRARY))?;
+    let devices = probe.devices(Some(device.parse()?))?;
+    Ok(devices.first().and_then(|device| device.shared_by_mps).unwrap_or(false))
+}
+
+/// As [`is_shared_by_mps`], asked by a process that ends.
+fn ask_for_mps(options: &RunOptions) -> Result<bool> {
+    let said = Command::new(std::env::current_exe()?)
+        .args(["shared-by-mps", &options.device])
+        .arg(&options.driver_library)
+        .output()?;
+    ensure!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr).trim());
+    let mps = String::from_utf8_lossy(&said.stdout).trim() == "true";
+    ensure!(mps || !options.mps, "The driver does not share device {} by MPS", options.device);
+    Ok(mps)
 }
 
 fn setup(options: &RunOptions, home: &Path, shared: &Path) -> Result<Setup> {
     Ok(Setup {
+        mps: ask_for_mps(options)?,
         statecopyd: absolute(&options.statecopyd)?,
         device: options.device.clone(),
         kernels: options.kernels.as_deref().map(absolute).transpose()?,

@@ -36,6 +36,12 @@ fn rows(direction: Direction, count: i64) -> Vec<i64> {
     vec![2, first, -1, 0, count, count - 1, i64::MIN, 1, i64::MAX, i64::from(i32::MIN)]
 }
 
+/// [`rows`], of each width.
+pub(super) fn both_widths(direction: Direction, count: i64) -> [Indices; 2] {
+    let rows = rows(direction, count);
+    [Indices::Int32(narrow(&rows)), Indices::Int64(rows)]
+}
+
 /// As INT32, where the extremes of INT64 are those of INT32.
 fn narrow(rows: &[i64]) -> Vec<i32> {
     rows.iter()
@@ -52,8 +58,7 @@ fn plan_kind(setup: &Setup, dtype: DataType, kind: PlanKind) -> Result<String> {
     let flags = [1, 1, 1, 0, 1, 255, 1, 2, 0, 1];
     let mut copies = 0;
     for direction in Direction::ALL {
-        let rows = rows(direction, 24);
-        for indices in [Indices::Int32(narrow(&rows)), Indices::Int64(rows)] {
+        for indices in both_widths(direction, 24) {
             for inputs in Inputs::ALL {
                 for flags in [None, Some(&flags[..])] {
                     copies += 1;
