@@ -45,7 +45,7 @@ pub(super) struct ArmedPair {
     number: PairNumber,
     taker: PairTaker<MappedPair>,
     slots: ById<SlotNumber, Slot>,
-    /// Its graph rang before the daemon drained.
+    /// Its graph rang before the daemon drained, and its copy has not begun.
     is_owed: bool,
 }
 
@@ -138,6 +138,9 @@ impl<D: Device> Graphs<D> {
         self.draining = true;
         for pair in &mut self.pairs {
             pair.is_owed = pair.taker.is_rung();
+        }
+        for job in &self.jobs {
+            self.pairs[job.at].is_owed = false;
         }
     }
 

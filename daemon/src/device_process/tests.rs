@@ -28,6 +28,7 @@ use crate::record::{
 use super::executor::{self, Setup};
 use super::preparer::Preparer;
 
+mod graphs;
 mod lanes;
 mod storm;
 

@@ -2,7 +2,10 @@
 
 use std::thread;
 
+use statecopy_session::{PairNumber, SlotNumber};
+
 use super::*;
+use crate::record::SlotRecord;
 
 const HOSTILE: SessionId = SessionId(2);
 const ROUNDS: u64 = 20;
@@ -48,6 +51,19 @@ fn scribble_everywhere(memory: &SessionMemory, seed: u64) {
     }
     // Whatever stands there by now: this is no count.
     store(memory, layout::SUBMITTED, u64::MAX);
+}
+
+/// Every slot that small words ring, of graphs that lie all over the words of the session.
+fn slots(request: &CopyRequest) -> Vec<SlotRecord> {
+    let source = IndexSource::Shared { region: PACKED, offset: REGION_BYTES / 2 };
+    let indices = Indices { width: IndexWidth::Int32, source };
+    let request = CopyRequest { indices, ..*request };
+    let pairs = (layout::LANES..layout::PAIRS).step_by(3).filter_map(PairNumber::of_graph);
+    let slots = |pair| {
+        let record = move |slot| SlotRecord { pair, slot, request, patience_ns: 0 };
+        (1..8).filter_map(SlotNumber::new).map(record)
+    };
+    pairs.flat_map(slots).collect()
 }
 
 /// Submits while another thread scribbles. Every request gets its one answer, whatever was read.
@@ -99,6 +115,7 @@ fn a_storm_over_one_session_memory_leaves_every_other_copy_right() {
         rig.preparer.register(HOSTILE, registration(), &mut |_| {}).unwrap();
         let (memory, mut ring) = open_ring(&mut rig, HOSTILE);
         let request = rig.gather(3, &[0, 1, 2]);
+        rig.preparer.arm(HOSTILE, slots(&request), false).unwrap();
         thread::scope(|scope| {
             let storm = scope.spawn(|| {
                 assert!(ride(&memory, &mut ring, &request, round) > 0);
