@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a step that fails is a test that fails")]
 
 use std::thread;
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use statecopy_client::blocking::{Client, Plan};
@@ -539,4 +540,37 @@ fn copies_over_grpc_have_no_graphs() {
     let worker = Worker::connect(&daemon, options);
     let refused = worker.client.open_graph_lane();
     assert_eq!(code(refused), Some(RefusalCode::VersionMismatch));
+}
+
+/// Processor time of a process so far, in clock ticks.
+fn ticks(pid: u32) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let fields = stat.rsplit_once(") ").unwrap().1.split(' ').skip(11).take(2);
+    fields.map(|field| field.parse::<u64>().unwrap()).sum()
+}
+
+#[test]
+fn an_executor_looks_at_armed_graphs_between_sleeps_and_at_nothing_once_they_are_gone() {
+    // So long a spin that it would be all there is, were it done after every look.
+    let daemon = DaemonOptions::default().setting("spin_us", "20000").start();
+    let worker = Worker::new(&daemon);
+    let graphs: Vec<_> = (0..35).map(|_| worker.graph()).collect();
+    let looks = || daemon.counter("statecopy_bell_looks_total", "");
+    until("it sleeps", || looks() > 0);
+    let device = daemon.device_process();
+    let (before, begun) = (ticks(device), Instant::now());
+    let enough = looks() + 2_000;
+    until("it looks again and again", || looks() > enough);
+    let used = Duration::from_millis((ticks(device) - before) * 10);
+    // Aimed at 5 % of a processor; ten times that is a fault.
+    assert!(used < begun.elapsed() / 2, "{used:?} of {:?}", begun.elapsed());
+    for (lane, armed) in &graphs {
+        armed.replay(lane, PATIENCE).unwrap();
+    }
+    drop(graphs);
+    until("it looks no more", || {
+        let before = looks();
+        thread::sleep(Duration::from_millis(50));
+        looks() == before
+    });
 }

@@ -10,8 +10,10 @@ use crate::record::SlotRecord;
 /// A [`SlotRecord`] on the link: its copy as a descriptor, whose sequence is the slot.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct SlotMessage {
-    pair: u32,
-    descriptor: [u64; DESCRIPTOR_WORDS],
+    /// The graph's pair.
+    pub pair: u32,
+    /// The words of the descriptor.
+    pub descriptor: [u64; DESCRIPTOR_WORDS],
 }
 
 impl From<&SlotRecord> for SlotMessage {

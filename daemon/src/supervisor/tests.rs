@@ -2,6 +2,7 @@
 
 mod copies;
 mod ending;
+mod graphs;
 mod registrations;
 mod rings;
 mod sessions;

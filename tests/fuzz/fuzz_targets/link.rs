@@ -4,8 +4,8 @@
 use libfuzzer_sys::fuzz_target;
 use statecopy_kernels::device::DeviceDescription;
 use statecopy_proto::Refusal;
-use statecopyd::link::{Reply, Request, decode, encode, join};
-use statecopyd::record::{LayerRecord, RebindRecord};
+use statecopyd::link::{Reply, Request, SlotMessage, decode, encode, join};
+use statecopyd::record::{LayerRecord, RebindRecord, SlotRecord};
 
 fuzz_target!(|bytes: &[u8]| {
     if let Ok(message) = decode::<Request>(bytes) {
@@ -21,6 +21,13 @@ fuzz_target!(|bytes: &[u8]| {
             Request::Rebind { layers, .. } => {
                 for layer in layers {
                     let _ = RebindRecord::try_from(layer);
+                }
+            }
+            Request::ArmGraphs { slots, .. } => {
+                for slot in slots {
+                    let Ok(record) = SlotRecord::try_from(slot) else { continue };
+                    let again = SlotRecord::try_from(SlotMessage::from(&record));
+                    assert_eq!(again.expect("it was written"), record);
                 }
             }
             Request::ImportRegion { pieces, .. } => drop(join(pieces, Vec::new())),

@@ -10,8 +10,8 @@ use statecopy_proto::descriptor_socket::{DaemonRecord, TOKEN_BYTES, Token, Worke
 use statecopy_proto::{HANDLE_BYTES, HandleKind, Refusal, RefusalCode, RegionId, SessionId};
 use statecopy_session::{Answer, Moved, Subject};
 use statecopyd::device_process::hostile::input_of_seed;
-use statecopyd::link::{Reply, Request, encode};
-use statecopyd::record::{HandleRecord, PieceRecord, RegionRecord};
+use statecopyd::link::{Reply, Request, SlotMessage, encode};
+use statecopyd::record::{HandleRecord, PieceRecord, RegionRecord, SlotRecord};
 
 fn main() -> Result<()> {
     let Some(corpora) = args_os().nth(1) else {
@@ -82,6 +82,7 @@ fn messages() -> Result<Vec<Vec<u8>>> {
             resumed: false,
         },
         Request::Rebind { session, layers: Vec::new(), last: true },
+        arm(session)?,
     ];
     let refused = Refusal::new(RefusalCode::Overlap, "They overlap");
     let replies = [
@@ -93,6 +94,18 @@ fn messages() -> Result<Vec<Vec<u8>>> {
     let requests = requests.into_iter().map(|request| encode(1, request));
     let replies = replies.into_iter().map(|reply| encode(1, reply));
     requests.chain(replies).map(|bytes| bytes.map_err(Error::other)).collect()
+}
+
+/// A slot of a graph: a gather of one row with shared INT32 indices.
+fn arm(session: SessionId) -> Result<Request> {
+    let mut descriptor = [3, 1, 7, 1, 2, 0, 96, 0, u64::MAX, 2, 128, 0, 0, 1, 0, 0_u64];
+    // dtype 1, gather, shared indices of 4 bytes, no flags; lane 0, stream-ordered.
+    descriptor[7] = u64::from_le_bytes([1, 0, 0, 0, 1, 2, 4, 0]);
+    descriptor[15] = u64::from_le_bytes([0, 0, 0, 0, 2, 0, 0, 0]);
+    let slot = SlotMessage { pair: 64, descriptor };
+    let record = SlotRecord::try_from(slot).map_err(Error::other)?;
+    let slots = vec![SlotMessage::from(&record)];
+    Ok(Request::ArmGraphs { session, slots, last: true, resumed: false })
 }
 
 /// The first part of a region that travels by value.

@@ -135,8 +135,12 @@ impl TestDaemon {
 
     /// Opens a session.
     pub(crate) async fn open(&self) -> Result<v1::OpenReply, Status> {
+        self.open_as(PROTOCOL_NEWEST).await
+    }
+
+    async fn open_as(&self, protocol_version: u32) -> Result<v1::OpenReply, Status> {
         let request = v1::OpenRequest {
-            protocol_version: PROTOCOL_NEWEST,
+            protocol_version,
             device_uuid: String::new(),
             label: "worker".to_owned(),
         };
@@ -145,7 +149,12 @@ impl TestDaemon {
 
     /// A worker with an attached session.
     pub(crate) async fn worker(&self) -> Worker {
-        let opened = self.open().await.unwrap();
+        self.worker_of(PROTOCOL_NEWEST).await
+    }
+
+    /// The same, of an older protocol version.
+    pub(crate) async fn worker_of(&self, protocol_version: u32) -> Worker {
+        let opened = self.open_as(protocol_version).await.unwrap();
         let connection = connect(&opened);
         let worker = Worker { session: reference(&opened), connection };
         let token = Token::parse(&opened.token).unwrap();

@@ -11,7 +11,9 @@ use statecopy_proto::{BindingId, DataType, PlanKind, Refusal, RefusalCode, Signa
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::counters::Counters;
-use crate::record::{DeviceInspection, Progress, PublishedBinding, RegistrationRecord, Stage};
+use crate::record::{
+    DeviceInspection, Progress, PublishedBinding, RegistrationRecord, SlotRecord, Stage,
+};
 use crate::supervisor::device::{
     Answer, BrokenRings, Command, Copy, DeviceChannels, DeviceHandle, DeviceState,
 };
@@ -26,9 +28,11 @@ pub(crate) struct Script {
     pub(crate) asked: Vec<String>,
     /// The copies, as they came.
     pub(crate) copies: Vec<Copy>,
+    /// The slots that were armed.
+    pub(crate) armed: Vec<SlotRecord>,
     /// Refuse the next registration.
     pub(crate) refuse_registration: Option<Refusal>,
-    /// Refuse the next copies.
+    /// Refuse the next copies, and slots of graphs.
     pub(crate) refuse_copies: VecDeque<Refusal>,
     /// Hold registrations and copies until told.
     pub(crate) held: bool,
@@ -129,7 +133,13 @@ fn answer(script: &mut Script, command: Command) {
         Command::DropRegion(_, _, answer) => done(script, "drop", answer, Ok(())),
         Command::Rebind(_, _, answer) => done(script, "rebind", answer, Ok(())),
         Command::ReleaseLayers(_, answer) => done(script, "release", answer, Ok(())),
-        Command::ArmGraph(_, _, answer) => done(script, "arm", answer, Ok(())),
+        Command::ArmGraph(_, slot, answer) => {
+            let outcome = script.refuse_copies.pop_front().map_or(Ok(()), Err);
+            if outcome.is_ok() {
+                script.armed.push(slot);
+            }
+            done(script, "arm", answer, outcome);
+        }
         Command::DisarmGraph(_, _, answer) => done(script, "disarm", answer, Ok(())),
         Command::CloseSession(_, answer) => done(script, "close", answer, Ok(())),
         Command::Inspect(answer) => {
