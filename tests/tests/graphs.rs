@@ -12,7 +12,7 @@ use statecopy_client::{
     Indices, Layer, Memory, Rebind, RefusalCode, Region, Registration, Request, Step, Strides,
     Transport, Use,
 };
-use statecopy_tests::{Daemon, DaemonOptions, PATIENCE, send_signal, until};
+use statecopy_tests::{Daemon, DaemonOptions, PATIENCE, WorkerProcess, send_signal, until};
 
 const ROWS: u64 = 6;
 const PAYLOAD: u64 = 512;
@@ -422,6 +422,23 @@ fn a_ring_that_a_dying_daemon_may_have_served_is_said_to_be_unknown() {
     step(&lane, done);
     step(&lane, note);
     assert_eq!(code(lane.check()), Some(RefusalCode::Unavailable));
+}
+
+#[test]
+fn a_worker_that_dies_with_a_graph_leaves_nothing_behind_and_others_go_on() {
+    let daemon = Daemon::start();
+    let worker = Worker::new(&daemon);
+    let (lane, armed) = worker.graph();
+    // At rest, and rung.
+    for rings in ["0", "2", "1", "3"] {
+        let mut other = WorkerProcess::start(&daemon.control_socket());
+        assert_eq!(other.say(&format!("graph {rings}")), "rung");
+        other.kill();
+        armed.replay(&lane, PATIENCE).unwrap();
+        until("its session is over", || daemon.inspect().sessions.len() == 1);
+        armed.replay(&lane, PATIENCE).unwrap();
+    }
+    assert_eq!(daemon.counter("statecopy_graphs_failed_total", ""), 0);
 }
 
 #[test]

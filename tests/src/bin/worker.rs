@@ -7,6 +7,7 @@
 //! | `register` | opens a session of its own with one published layer |
 //! | `random SEED COUNT` | that many random copies, each compared with the reference |
 //! | `device` | shares memory of the first CUDA device: 4 MiB of the default allocator, 4 MiB in pieces |
+//! | `graph RINGS` | registers a layer, captures a graph of one scatter, replays it so often, and rings once more if that is odd |
 //! | `fork` | leaves a child that holds the descriptor socket open; answers its process id |
 //!
 //! It ends at the end of its input.
@@ -19,17 +20,20 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, bail};
 use rustix::io::{FdFlags, fcntl_setfd};
 use statecopy_client::blocking::Client;
-use statecopy_client::{Address, ConnectOptions};
+use statecopy_client::{
+    self as client, Address, ConnectOptions, GraphLane, IndexWidth, Layer, Registration, Request,
+    Step, Strides, Use,
+};
 use statecopy_kernels::cuda::{Allocator, CudaExporter, CudaMemory, CudaSelector, DRIVER_LIBRARY};
 use statecopy_kernels::layout::CacheLayout;
 use statecopy_proto::{DataType, Direction};
-use statecopy_tests::{Indices, PIECES, Random, Rig, Session, Shared, Wire};
+use statecopy_tests::{Indices, PATIENCE, PIECES, Random, Rig, Session, Shared, Wire};
 
 fn main() -> anyhow::Result<()> {
     let socket = std::env::args_os().nth(1).context("usage: statecopy-test-worker SOCKET")?;
     let socket = PathBuf::from(socket);
     let wire = Wire::connect(&socket)?;
-    let mut worker = Worker { socket, wire, session: None, rig: None, device: None };
+    let mut worker = Worker { socket, wire, session: None, rig: None, device: None, graph: None };
     let mut answers = io::stdout().lock();
     for order in io::stdin().lock().lines() {
         let answer = worker.obey(&order?)?;
@@ -44,6 +48,7 @@ struct Worker {
     session: Option<Session>,
     rig: Option<Rig>,
     device: Option<(Client, CudaExporter, [CudaMemory; 2])>,
+    graph: Option<GraphLane>,
     socket: PathBuf,
 }
 
@@ -76,6 +81,10 @@ impl Worker {
                 self.device = share_device_memory(&self.socket)?;
                 Ok("shared".to_owned())
             }
+            ["graph", rings] => {
+                self.graph = Some(replay_graph(&self.socket, rings.parse()?)?);
+                Ok("rung".to_owned())
+            }
             ["fork"] => {
                 let session = self.session.as_ref().context("no session")?;
                 leave_child(session).map(|pid| pid.to_string())
@@ -83,6 +92,41 @@ impl Worker {
             _ => bail!("{order} is no order"),
         }
     }
+}
+
+/// A graph of one scatter, replayed so often; where that is odd, its bell rings once more and nobody waits.
+fn replay_graph(socket: &Path, rings: u64) -> anyhow::Result<GraphLane> {
+    let folder = socket.parent().context("a socket lies in a folder")?;
+    let client = Client::connect(Address::in_directory(folder)?, ConnectOptions::default())?;
+    let memory = [("cache", Use::Cache), ("packed", Use::Packed)];
+    let [cache, packed] = memory.map(|(name, purpose)| {
+        let memory = client.allocate(name, 1 << 16)?;
+        client.register_region(&memory, purpose)
+    });
+    let (region, packed) = (cache?, packed?);
+    let layer = Layer {
+        name: "layers.0".to_owned(),
+        dtype: DataType::Float32,
+        shape: [8, 2, 4, 16],
+        strides: Strides::PageStride(128),
+        region,
+        offset_bytes: 0,
+        max_selected: 4,
+        check_unique: false,
+    };
+    let bindings = client.register(&Registration::new().layer(layer), |_| {})?;
+    let indices =
+        client::Indices::Shared { width: IndexWidth::Int32, at: packed.at(1 << 15), selected: 1 };
+    let mut lane = client.open_graph_lane()?;
+    let request = Request::new(indices, packed.at(0));
+    let armed = lane.arm(bindings.layer("layers.0")?, Direction::Scatter, &request)?;
+    for _ in 0..rings {
+        armed.replay(&lane, PATIENCE)?;
+    }
+    if let (1, Step::Write(bell)) = (rings % 2, armed.steps()[1]) {
+        lane.memory().0.write_words(bell.offset, &[bell.value])?;
+    }
+    Ok(lane)
 }
 
 /// Memory of the default allocator, and virtual memory in pieces.
