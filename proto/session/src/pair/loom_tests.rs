@@ -81,6 +81,26 @@ fn each_replay_gets_its_own_copy() {
 }
 
 #[test]
+fn a_copy_of_nothing_comes_between_two_others() {
+    check(|| {
+        let words = Arc::<Modelled>::default();
+        let mut taker = PairTaker::new(Arc::clone(&words));
+        let executor = thread::spawn(move || {
+            serve(&mut taker);
+            until(|| (taker.look() == Wanted::Copy { slot: 2, deaths: 0 }).then_some(()));
+            taker.begin();
+            taker.settle_by_hand();
+            taker.finish();
+            assert!(!taker.is_rung(), "nothing is left to do, whatever the graph has seen");
+            serve(&mut taker);
+        });
+        let replayed = [1, 2, 3].map(|slot| replay(&words, slot));
+        assert_eq!(replayed, [Some(10), Some(10), Some(30)]);
+        executor.join().unwrap();
+    });
+}
+
+#[test]
 fn a_failed_pair_frees_its_graph() {
     check(|| {
         let words = Arc::<Modelled>::default();

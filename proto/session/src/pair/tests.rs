@@ -59,6 +59,22 @@ fn replays_shake_hands_slot_by_slot() {
 }
 
 #[test]
+fn a_pair_never_wears_out() {
+    let words = Plain::default();
+    let mut taker = PairTaker::new(&words);
+    for ring in 0..(1 << 20) + 10_u64 {
+        let slot = ring % 65_535 + 1;
+        words.ring(slot);
+        assert_eq!(taker.look(), copy(slot, 0));
+        taker.begin();
+        words.write_done();
+        taker.finish();
+        words.ring(0);
+        assert!(taker.look() == Wanted::Nothing && words.says(IDLE));
+    }
+}
+
+#[test]
 fn a_copy_of_nothing_is_settled_by_hand() {
     let words = Plain::default();
     let mut taker = PairTaker::new(&words);
