@@ -572,7 +572,8 @@ impl<D: Device> Executor<D> {
         let woken = if idle { self.sleep_on_bells() } else { Woken::ForSomething };
         for (station, bell) in &mut self.stations {
             station.cancel_sleep();
-            if idle {
+            // Not where nothing but bells of lanes is looked at next: a command may have rung after the sleep.
+            if idle && woken == Woken::ForSomething {
                 bell.clear().ok();
             }
         }
