@@ -54,6 +54,29 @@ class Stream:
     def synchronise(self):
         call("cuStreamSynchronize", self.handle)
 
+    def capture(self, copies):
+        """A graph of what `copies` asks of the stream, and what `copies` gives."""
+        call("cuStreamBeginCapture_v2", self.handle, 0)
+        given = copies()
+        graph = ctypes.c_void_p()
+        call("cuStreamEndCapture", self.handle, ctypes.byref(graph))
+        return Graph(graph), given
+
+
+class Graph:
+    """A captured graph, ready to be replayed."""
+
+    def __init__(self, graph):
+        self.graph, self.ready = graph, ctypes.c_void_p()
+        call("cuGraphInstantiateWithFlags", ctypes.byref(self.ready), graph, ctypes.c_uint64(0))
+
+    def replay(self, stream):
+        call("cuGraphLaunch", self.ready, stream.handle)
+
+    def end(self):
+        call("cuGraphExecDestroy", self.ready)
+        call("cuGraphDestroy", self.graph)
+
 
 class Made:
     """What a gather gives, as torch's tensors are asked."""
@@ -313,10 +336,61 @@ stream = lost.hooks.use(Stream())
 result = lost.plan.gather(lost.rows(3))
 stream.synchronise()
 assert holds(result, 4) and lost.client.counters()["pool_bytes_in_use"] > 0
-lost.plan.gather(lost.rows(4))
+again = lost.plan.gather(lost.rows(4))
 assert lost.hooks.made == 1, "its memory is not tried again"
-lost.client.close()
 held("results lie in the pool where the library's own memory cannot be shared")
+
+bed.fill()
+stream, replayed = hooks.use(Stream()), Stream()
+said, floats = [], bed.packed(1)
+
+
+def step():
+    said.append(raised(statecopy.ArgumentError, lambda: plan.gather([1, 2])))
+    said.append(raised(statecopy.Error, lambda: plan.submit_gather(vector)))
+    said.append(raised(statecopy.ArgumentError, lambda: plan.gather(floats)))
+    result = plan.gather(vector)
+    plan.scatter(result, bed.rows(11))
+    return result
+
+
+vector = bed.hooks.memory.view((1,), offset=hooks.room(64), code=INT)
+graph, result = stream.capture(step)
+assert said[0].about == "indices" and "captured" in str(said[0]) and said[0].remedy, said[0]
+assert "captured" in str(said[1]), said[1]
+for turn in range(50):
+    row = turn % 10
+    replayed.write(hooks.memory, array.array("i", [row]), vector.address - hooks.memory.address)
+    graph.replay(replayed)
+    replayed.synchronise()
+    replayed.used = 64
+    assert holds(result, row + 1) and bed.row(11) == {row + 1}, turn
+bed.client.check()
+held("a captured copy is made at every replay, with the indices of then")
+
+for _ in range(500):
+    graph.end()
+    graph, _ = stream.capture(lambda: plan.gather(vector))
+graph.replay(stream)
+stream.synchronise()
+bed.client.check()
+graph.end()
+held("a graph that is gone gives back what it had")
+
+stream = lost.hooks.use(Stream())
+graph, captured = stream.capture(lambda: lost.plan.gather(lost.rows(3)))
+address = captured.address
+del captured
+lost.hooks.kept.clear()
+others = [lost.plan.gather(lost.rows(row)) for row in range(ROWS)]
+stream.synchronise()
+assert address not in {other.address for other in others}
+graph.replay(stream)
+stream.synchronise()
+assert holds(Wrapped(address), 4) and all(holds(other, row + 1) for row, other in enumerate(others))
+graph.end()
+lost.client.close()
+held("a buffer of the pool that a graph writes is nobody else's")
 
 plain = Bed(completion="host")
 stream = plain.hooks.use(Stream())
@@ -332,6 +406,7 @@ plan.gather(bed.rows(1))
 resting.synchronise()
 hooks.use(stream)
 until("the copy is known to be over", lambda: bed.client.trim() is not None and bed.client.check() is None)
+graph, _ = stream.capture(lambda: plan.gather(bed.rows(1)))
 stream.hold()
 plan.gather(bed.rows(1))
 tell("kill")
@@ -352,6 +427,22 @@ error = raised(statecopy.Error, lambda: plan.gather(bed.rows(1)))
 assert error.about == "stream", error
 raised(statecopy.Error, bed.client.check)
 bed.client.reset_lanes()
+error = raised(statecopy.Error, bed.client.check)
+assert error.about == "graph" and "apture it again" in str(error), error
+replay = Stream()
+graph.replay(replay)
+replay.synchronise()
+graph.end()
+
+
+def is_sound():
+    try:
+        return bed.client.check() is None
+    except statecopy.Error as error:
+        return error.about != "graph"
+
+
+until("the driver has told of the graph's end", is_sound)
 bed.client.check()
 result = plan.gather(bed.rows(4))
 stream.synchronise()

@@ -25,7 +25,7 @@ const CASES: [&str; 9] = [
     "",
 ];
 
-const STREAM_CASES: [&str; 12] = [
+const STREAM_CASES: [&str; 15] = [
     "a gather returns at once, and comes behind what its stream was asked before",
     "a scatter comes before what its stream is asked after it",
     "streams do not wait for each other",
@@ -36,6 +36,9 @@ const STREAM_CASES: [&str; 12] = [
     "streams whose copies are done give their lanes to others",
     "memory is given up once the copies that were put on streams are made",
     "results lie in the pool where the library's own memory cannot be shared",
+    "a captured copy is made at every replay, with the indices of then",
+    "a graph that is gone gives back what it had",
+    "a buffer of the pool that a graph writes is nobody else's",
     "a client that is host-completed returns when the bytes are there",
     "a stream that lost a copy to the daemon's end raises until it is reset, and no other does",
 ];

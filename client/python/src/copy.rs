@@ -134,12 +134,12 @@ impl Prepared {
         let packed = match given {
             Some((_, Some(shared))) => Packed::InPlace(shared),
             Some((view, None)) => {
-                let buffer = session.take(py, bytes, asker.stream)?;
+                let buffer = asker.take(py, bytes)?;
                 Packed::CopiedBack(buffer, shape, view, out.clone().unbind())
             }
             None => match asker.made(py, &shape, bytes)? {
                 Some(made) => Packed::InPlace(made),
-                None => Packed::Pooled(session.take(py, bytes, asker.stream)?, shape),
+                None => Packed::Pooled(asker.take(py, bytes)?, shape),
             },
         };
         let (session, plan, direction) =
@@ -205,7 +205,11 @@ impl Prepared {
         let Some(streams) = self.session.streams() else { return Err(errors::closed(py)) };
         let (plan, direction, request) = (&self.plan, self.direction, &self.request());
         let ask = Ask { handle: self.stream, stream: look.id, plan, direction, request };
-        if let Err(failed) = streams.order(py, ask) {
+        let put = match &look.capture {
+            None => streams.order(py, ask),
+            Some(capture) => streams.record(py, ask, capture, self.buffers().cloned().collect()),
+        };
+        if let Err(failed) = put {
             if failed.is_unknown() {
                 self.abandon();
             }
@@ -307,12 +311,15 @@ impl Prepared {
 
     /// The copy may run yet: what it touches is never used for another one.
     pub(crate) fn abandon(&self) {
+        self.buffers().for_each(|buffer| buffer.discard());
+    }
+
+    /// What of the pool it touches.
+    fn buffers(&self) -> impl Iterator<Item = &Arc<Buffer>> {
         let indices = self.indices.shared().and_then(|shared| shared.copied_to.as_ref());
         let flags = self.flags.as_ref().and_then(FlagOperand::shared);
         let flags = flags.and_then(|shared| shared.copied_to.as_ref());
-        for buffer in [indices, flags, self.packed.buffer()].into_iter().flatten() {
-            buffer.discard();
-        }
+        [indices, flags, self.packed.buffer()].into_iter().flatten()
     }
 }
 
@@ -329,8 +336,5 @@ fn asker<'a>(
         Completion::Host if session.is_capturing(py, stream)? => return Err(errors::capturing(py)),
         Completion::Host => None,
     };
-    if order.is_some_and(|look| look.capture.is_some()) {
-        return Err(errors::capturing(py));
-    }
     Ok(Asker { session, published, stream, order, beside: None })
 }

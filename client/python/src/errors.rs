@@ -168,6 +168,23 @@ pub(crate) fn stream_failed(py: Python<'_>, error: &Error) -> PyErr {
     .make(py)
 }
 
+/// A captured graph lost a copy, or can make none any more.
+pub(crate) fn graph_failed(py: Python<'_>, error: &Error) -> PyErr {
+    let message = match error {
+        Error::Refused(refusal) => refusal.sentence().to_owned(),
+        error => with_causes(error),
+    };
+    Failed {
+        family: None,
+        code: error.code().or(Some(RefusalCode::Unavailable)),
+        message: &format!("A captured graph makes its copies no more: {message}"),
+        remedy: "Write the rows whole again that its last replay was to write, let go of the graph, and capture it again.",
+        leaves: Leaves::Unknown,
+        about: Some("graph"),
+    }
+    .make(py)
+}
+
 /// A copy was accepted, and the worker's driver did not put it on the stream.
 pub(crate) fn not_enqueued(py: Python<'_>, error: &DriverError) -> PyErr {
     Failed {

@@ -18,6 +18,7 @@ mod counters;
 mod errors;
 mod export;
 mod fork;
+mod graphs;
 mod hooks;
 mod memory;
 mod operands;

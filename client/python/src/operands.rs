@@ -375,6 +375,18 @@ impl<'a> Asker<'a> {
         Ok(maker.map(|maker| published.maker.get_or_init(|| maker).bind(py).clone()))
     }
 
+    /// A pooled buffer that the copy may use: a graph's is its own.
+    ///
+    /// # Errors
+    /// As [`Session::take`].
+    pub(crate) fn take(self, py: Python<'_>, bytes: u64) -> PyResult<Arc<Buffer>> {
+        if self.order.is_some_and(|look| look.capture.is_some()) {
+            self.session.take_for_graph(py, bytes)
+        } else {
+            self.session.take(py, bytes, self.stream)
+        }
+    }
+
     fn fits_packed(self, view: &View) -> bool {
         view.element.known() == Some(self.published.dtype()) && view.is_contiguous()
     }
@@ -481,7 +493,7 @@ impl<'a> Asker<'a> {
         let session = self.session;
         let dtype = view.element.known().unwrap_or(DataType::UInt8);
         let bytes = view.numel().saturating_mul(dtype.item_bytes());
-        let buffer = session.take(py, bytes, self.stream)?;
+        let buffer = self.take(py, bytes)?;
         if session.is_host() {
             let (from, to) = (view.address, buffer.address());
             py.detach(|| bytes::copy(from, to, bytes));

@@ -215,6 +215,15 @@ impl Session {
         taken.map(Arc::new).map_err(|error| errors::raise(py, &error))
     }
 
+    /// A pooled buffer that nothing reaches, for a graph that is captured.
+    ///
+    /// # Errors
+    /// As [`Session::take`].
+    pub(crate) fn take_for_graph(&self, py: Python<'_>, bytes: u64) -> PyResult<Arc<Buffer>> {
+        let taken = py.detach(|| self.pool.take_for_graph(bytes.max(1)));
+        taken.map(Arc::new).map_err(|error| errors::raise(py, &error))
+    }
+
     /// Keeps the tensors of a new registration, and lets go of those of the one before.
     pub(crate) fn keep(&self, py: Python<'_>, caches: BTreeMap<String, Registered>) {
         let before = mem::replace(&mut *lock(&self.registered), caches);

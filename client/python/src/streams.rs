@@ -15,6 +15,7 @@
 #![expect(unsafe_code, reason = "a stream is known by its raw handle")]
 
 use std::mem;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -22,10 +23,12 @@ use std::time::{Duration, Instant};
 use pyo3::prelude::*;
 use statecopy_client::blocking::{Client, Plan};
 use statecopy_client::{Direction, Error, LaneWord, RefusalCode, Request, StreamLane, Tried};
+use statecopy_descriptors::Mapping;
 use statecopy_kernels::cuda::{CudaGuest, DriverError, GuestWords, StreamOp};
 use statecopy_proto::Refusal;
 
 use crate::errors;
+use crate::graphs::Graphs;
 
 /// For how long the interpreter's lock is kept while the daemon checks a request: many times what it takes.
 const PATIENCE: Duration = Duration::from_micros(50);
@@ -38,6 +41,7 @@ pub(crate) struct Streams {
     client: Client,
     guest: CudaGuest,
     table: Mutex<Table>,
+    pub(crate) graphs: Graphs,
 }
 
 #[derive(Debug, Default)]
@@ -76,6 +80,8 @@ pub(crate) enum Failed {
     Stream(Error),
     /// It was accepted, and the driver did not take it.
     Driver(DriverError),
+    /// A graph lost a copy, or can make none any more.
+    Graph(Error),
 }
 
 impl Failed {
@@ -85,6 +91,7 @@ impl Failed {
             Self::Refused(error) => errors::raise(py, error),
             Self::Stream(error) => errors::stream_failed(py, error),
             Self::Driver(error) => errors::not_enqueued(py, error),
+            Self::Graph(error) => errors::graph_failed(py, error),
         }
     }
 
@@ -92,7 +99,7 @@ impl Failed {
     pub(crate) fn is_unknown(&self) -> bool {
         match self {
             Self::Refused(error) => error.leaves() == statecopy_client::Leaves::Unknown,
-            Self::Stream(_) | Self::Driver(_) => true,
+            Self::Stream(_) | Self::Driver(_) | Self::Graph(_) => true,
         }
     }
 }
@@ -139,7 +146,16 @@ impl Lane {
 impl Streams {
     /// No lane yet.
     pub(crate) fn new(client: &Client, guest: &CudaGuest) -> Self {
-        Self { client: client.clone(), guest: guest.clone(), table: Mutex::default() }
+        let (client, guest) = (client.clone(), guest.clone());
+        Self { client, guest, table: Mutex::default(), graphs: Graphs::default() }
+    }
+
+    pub(crate) fn client(&self) -> &Client {
+        &self.client
+    }
+
+    pub(crate) fn guest(&self) -> &CudaGuest {
+        &self.guest
     }
 
     /// Puts a copy on its stream. In steady state nobody but the daemon's check is waited for, and the interpreter's lock is kept.
@@ -230,21 +246,25 @@ impl Streams {
 
     fn new_lane(&self, stream: u64) -> Result<Lane, Failed> {
         let lane = self.client.open_lane().map_err(Failed::Refused)?;
-        let words = {
-            let (mapping, range) = lane.memory();
-            let place = Arc::as_ptr(mapping).addr();
-            let mut table = lock(&self.table);
-            let shared = table.words.iter().find(|(of, _)| *of == place);
-            if let Some((_, words)) = shared {
-                Arc::clone(words)
-            } else {
-                let words = self.guest.share_words(mapping, range).map_err(Failed::Driver)?;
-                let words = Arc::new(words);
-                table.words.push((place, Arc::clone(&words)));
-                words
-            }
-        };
+        let (mapping, range) = lane.memory();
+        let words = self.words(mapping, range)?;
         Ok(Lane { stream, lane, words })
+    }
+
+    /// The words of a session's lanes and graphs, as streams reach them: one range, shared once.
+    pub(crate) fn words(
+        &self,
+        mapping: &Arc<Mapping>,
+        range: Range<u64>,
+    ) -> Result<Arc<GuestWords>, Failed> {
+        let place = Arc::as_ptr(mapping).addr();
+        let mut table = lock(&self.table);
+        if let Some((_, words)) = table.words.iter().find(|(of, _)| *of == place) {
+            return Ok(Arc::clone(words));
+        }
+        let words = Arc::new(self.guest.share_words(mapping, range).map_err(Failed::Driver)?);
+        table.words.push((place, Arc::clone(&words)));
+        Ok(words)
     }
 
     /// Every lane, out of the table.
@@ -264,10 +284,10 @@ impl Streams {
                 Err(_) => held.push(Arc::clone(&known.lane)),
             }
         }
-        if held.is_empty() {
-            return Ok(());
+        if !held.is_empty() {
+            py.detach(|| held.iter().try_for_each(|lane| lock(lane).check()))?;
         }
-        py.detach(|| held.iter().try_for_each(|lane| lock(lane).check()))
+        self.graphs.check()
     }
 
     /// The same for one stream: before anything else of its next copy is asked. Whoever uses it now finds out by itself.
@@ -348,9 +368,9 @@ impl Table {
 
 impl Drop for Streams {
     fn drop(&mut self) {
-        // A stream may still reach the words of copies that are not done.
+        // A stream may still reach the words of copies that are not done, and a graph those of its own.
         let is_idle = self.lanes().iter().all(|lane| lock(lane).lane.is_settled());
-        if !is_idle {
+        if !is_idle || !self.graphs.is_empty() {
             mem::forget(mem::take(&mut lock(&self.table).words));
         }
     }
@@ -364,6 +384,6 @@ fn unsettled(timeout: Duration) -> Error {
         .into()
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -156,6 +156,25 @@ impl Pool {
         Some(self.lend(&mut books, block, stream))
     }
 
+    /// A buffer of at least so many bytes that no work of any stream reaches: for a graph that is captured. Streams are not asked
+    /// about, so that no capture ends.
+    ///
+    /// # Errors
+    /// As [`Pool::take`].
+    pub fn take_for_graph(&self, bytes: u64) -> Result<Buffer, Error> {
+        let opened = self.inner.open()?;
+        let taken = {
+            let mut books = lock(&opened.books);
+            let taken = books.shelf.take_settled(bytes, None);
+            if taken.is_some() {
+                books.hits += 1;
+            }
+            taken
+        };
+        let block = taken.map_or_else(|| self.inner.make(opened, bytes), Ok)?;
+        Ok(self.lend(&mut lock(&opened.books), block, None))
+    }
+
     fn lend(&self, books: &mut Books, block: Block, stream: Option<u64>) -> Buffer {
         let (address, bytes, slice) = (block.address, block.bytes, block.slice.clone());
         books.lent.insert(address, bytes, slice.clone());
