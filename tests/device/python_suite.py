@@ -66,6 +66,12 @@ class Bed:
         self.options, self.daemon = options, Daemon(options, name)
         self.client = statecopy.torch.connect(self.daemon.address, device="cuda:0", wait_s=READY_S)
 
+    def connect(self, **options):
+        """Another client of the same daemon."""
+        import statecopy.torch
+
+        return statecopy.torch.connect(self.daemon.address, device="cuda:0", wait_s=READY_S, **options)
+
     def cache(self, rows=16, payload=(4, 16, 32), dtype=None, gap=64, offset=0):
         """A cache with gaps, all of its bytes random, and the whole memory that it lies in."""
         import torch
@@ -236,17 +242,18 @@ def results_go_back_to_the_pool_with_their_last_view(bed):
     import torch
 
     state, _ = bed.cache()
-    plan = bed.plan(state)
-    indices = torch.arange(8, device="cuda", dtype=torch.int32)
-    view = plan.gather(indices)[3:4]
-    held = bed.client.counters()["pool_bytes_in_use"]
-    assert same(view, state[3:4].contiguous())
-    del view
-    assert bed.client.counters()["pool_bytes_in_use"] < held
-    before = bed.client.counters()
-    for _ in range(5000):
-        plan.gather(indices)
-    after = bed.client.counters()
+    with bed.connect(completion="host") as client:
+        plan = client.register({"layer": state}, max_selected=8)["layer"]
+        indices = torch.arange(8, device="cuda", dtype=torch.int32)
+        view = plan.gather(indices)[3:4]
+        held = client.counters()["pool_bytes_in_use"]
+        assert same(view, state[3:4].contiguous())
+        del view
+        assert client.counters()["pool_bytes_in_use"] < held
+        before = client.counters()
+        for _ in range(5000):
+            plan.gather(indices)
+        after = client.counters()
     assert after["pool_misses"] == before["pool_misses"] and after["pool_bytes"] == before["pool_bytes"], (before, after)
     return f"{after['pool_hits']} hits, {after['pool_misses']} misses"
 
@@ -310,19 +317,20 @@ def a_host_completed_copy_is_refused_while_a_graph_is_captured(bed):
     import torch
 
     state, _ = bed.cache()
-    plan = bed.plan(state)
-    indices = torch.arange(4, device="cuda", dtype=torch.int32)
-    one = torch.ones(4, device="cuda")
-    graph, said = torch.cuda.CUDAGraph(), ""
-    with torch.cuda.graph(graph):
-        one.add_(1)
-        try:
-            plan.gather(indices)
-        except statecopy.Error as error:
-            said = str(error)
-    assert "captured" in said, said
-    graph.replay()
-    assert float(one[0]) == 2 and same(plan.gather(indices), gathered(state, indices))
+    with bed.connect(completion="host") as client:
+        plan = client.register({"layer": state}, max_selected=8)["layer"]
+        indices = torch.arange(4, device="cuda", dtype=torch.int32)
+        one = torch.ones(4, device="cuda")
+        graph, said = torch.cuda.CUDAGraph(), ""
+        with torch.cuda.graph(graph):
+            one.add_(1)
+            try:
+                plan.gather(indices)
+            except statecopy.Error as error:
+                said = str(error)
+        assert "captured" in said, said
+        graph.replay()
+        assert float(one[0]) == 2 and same(plan.gather(indices), gathered(state, indices))
     return "refused; the capture went on"
 
 
@@ -477,6 +485,311 @@ def a_prefill_through_the_daemon_equals_one_without(bed):
     for name in ("outputs_sha256", "cache_sha256"):
         assert ours[name] == plain[name], (ours, plain)
     return "output and cache equal, bit for bit"
+
+
+# What keeps a stream busy for some tens of milliseconds.
+SLEEP_CYCLES = 50_000_000
+
+
+@case("default", "expandable")
+def a_call_returns_while_its_stream_is_busy_and_what_follows_finds_the_bytes(bed):
+    import torch
+
+    state, _ = bed.cache(rows=64)
+    plan = bed.plan(state)
+    indices = torch.arange(8, device="cuda", dtype=torch.int32)
+    packed = torch.empty(8, *state.shape[1:], device="cuda")
+    plan.gather(indices)
+    plan.scatter(packed, indices)
+    torch.cuda.synchronize()
+    busy, stream = 0, torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for turn in range(20):
+            torch.cuda._sleep(SLEEP_CYCLES)
+            packed.fill_(turn)
+            plan.scatter(packed, indices)
+            doubled = plan.gather(indices) * 2
+            busy += not stream.query()
+            assert bool((doubled == 2 * turn).all()), turn
+    bed.client.check()
+    return f"still busy after {busy} of 20 calls"
+
+
+@case("default")
+def streams_and_threads_each_keep_their_own_order(bed):
+    import threading
+
+    import torch
+
+    state, _ = bed.cache(rows=64)
+    plan, failed = bed.plan(state), []
+
+    def work(row):
+        try:
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                indices = torch.full((1,), row, device="cuda", dtype=torch.int32)
+                for turn in range(200):
+                    packed = torch.full((1, *state.shape[1:]), float(row * 1000 + turn), device="cuda")
+                    plan.scatter(packed, indices)
+                    assert turn % 50 or bool((plan.gather(indices) == row * 1000 + turn).all()), (row, turn)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(row,)) for row in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+    bed.client.check()
+    return "8 streams of 8 threads, 200 scatters each"
+
+
+@case("default")
+def a_stream_may_be_as_far_ahead_as_its_lane_is_long_and_further(bed):
+    import torch
+
+    state, _ = bed.cache(rows=64)
+    plan = bed.plan(state)
+    rows = [torch.full((1,), row, device="cuda", dtype=torch.int32) for row in range(64)]
+    torch.cuda._sleep(SLEEP_CYCLES)
+    results = [plan.gather(rows[turn % 64]) for turn in range(3000)]
+    for turn, result in enumerate(results):
+        assert turn % 97 or same(result, state[turn % 64 :][:1].contiguous()), turn
+    bed.client.check()
+    return "3000 gathers in one go"
+
+
+@case("default")
+def lists_are_read_when_their_turn_has_come_and_refusals_leave_the_stream_usable(bed):
+    import statecopy
+    import torch
+
+    state, _ = bed.cache()
+    plan = bed.plan(state, max_selected=8)
+    torch.cuda._sleep(SLEEP_CYCLES)
+    packed = plan.gather([3, -1, 5], [True, True, False])
+    said = []
+    for wrong in (lambda: plan.gather(list(range(9))), lambda: plan.scatter(state[:2], [0, 1]), lambda: plan.gather([1], lane=2)):
+        try:
+            wrong()
+        except statecopy.ArgumentError as error:
+            said.append(error.code or error.about)
+    assert said == ["SELECTED_TOO_LARGE", "OVERLAP", "lane"], said
+    indices = torch.tensor([3, -1, 5], device="cuda")
+    assert same(packed, gathered(state, indices, torch.tensor([True, True, False], device="cuda")))
+    bed.client.check()
+    return ", ".join(said)
+
+
+@case("default")
+def pooled_buffers_change_streams_in_order(bed):
+    import torch
+
+    state, _ = bed.cache(rows=2, payload=(12, 128, 128))
+    state[0], state[1] = 1, 2
+    with bed.connect(pool_bytes_max=16 << 20) as client:
+        plan = client.register({"layer": state}, max_selected=8)["layer"]
+        ones, twos = (torch.full((8,), row, device="cuda", dtype=torch.int32) for row in (0, 1))
+        plan.gather(ones)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        client.freeze()
+        one, other = torch.cuda.Stream(), torch.cuda.Stream()
+        for _ in range(20):
+            with torch.cuda.stream(one):
+                packed = plan.gather(ones)
+                torch.cuda._sleep(2_000_000)
+                read, wanted = packed.sum(), packed.numel()
+                del packed
+            with torch.cuda.stream(other):
+                again = plan.gather(twos)
+            torch.cuda.synchronize()
+            assert float(read) == wanted and bool((again == 2).all())
+            del again
+        client.check()
+        counters = client.counters()
+    return f"{counters['pool_hits']} hits, {counters['pool_misses']} misses of {counters['pool_bytes'] >> 20} MiB"
+
+
+def captured(step):
+    """A graph of a step, which is run before as torch wants it."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+    return graph, result
+
+
+@case("default", "expandable")
+def a_captured_step_copies_at_every_replay(bed):
+    import torch
+
+    state, _ = bed.cache(rows=64)
+    plan = bed.plan(state)
+    indices = torch.zeros(4, device="cuda", dtype=torch.int32)
+    flags = torch.ones(4, device="cuda", dtype=torch.bool)
+
+    def step():
+        packed = plan.gather(indices, flags)
+        plan.scatter(packed + 1, indices)
+        return packed
+
+    graph, packed = captured(step)
+    for turn in range(200):
+        indices.copy_(torch.randperm(64, device="cuda")[:4])
+        flags.copy_(torch.rand(4, device="cuda") > 0.3)
+        before = state.clone()
+        graph.replay()
+        wanted = gathered(before, indices, flags)
+        assert same(packed, wanted), turn
+        before[indices.long()] = wanted + 1
+        assert torch.equal(state, before), turn
+    bed.client.check()
+    return "200 replays"
+
+
+@case("default")
+def compiled_code_is_captured(bed):
+    import statecopy.torch
+    import torch
+
+    state, _ = bed.cache(rows=64)
+    plan = bed.plan(state)
+    indices, flags = torch.zeros(4, device="cuda", dtype=torch.int32), torch.ones(4, device="cuda", dtype=torch.bool)
+
+    def step(state, indices, flags):
+        packed = plan.gather(indices, flags)
+        plan.scatter(packed * 2, indices)
+        return packed
+
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    with statecopy.torch.forward_context({"layer": plan}):
+        graph, packed = captured(lambda: compiled(state, indices, flags))
+    for turn in range(20):
+        indices.copy_(torch.randperm(64, device="cuda")[:4])
+        state.fill_(turn + 1)
+        graph.replay()
+        assert bool((packed == turn + 1).all()), turn
+        assert bool((state[indices.long()] == 2 * (turn + 1)).all()), turn
+    bed.client.check()
+    return "20 replays"
+
+
+@case("default")
+def a_graph_outlives_sleep_and_says_when_its_layer_is_gone(bed):
+    import statecopy
+    import torch
+
+    state, _ = bed.cache(rows=64)
+    with bed.connect() as client:
+        plan = client.register({"layer": state}, max_selected=8)["layer"]
+        indices = torch.arange(4, device="cuda", dtype=torch.int32)
+        graph, packed = captured(lambda: plan.gather(indices))
+        torch.cuda.synchronize()
+        client.release()
+        other, _ = bed.cache(rows=64)
+        client.rebind({"layer": other})
+        graph.replay()
+        assert same(packed, gathered(other, indices))
+        client.check()
+        client.release()
+        graph.replay()
+        torch.cuda.synchronize()
+        try:
+            client.check()
+        except statecopy.Error as error:
+            assert error.about == "graph" and error.leaves == "unknown", error
+            said = error.code
+        else:
+            raise AssertionError("nothing was said of a layer that is gone")
+        del graph, packed
+        deadline = time.monotonic() + READY_S
+        while True:
+            with contextlib.suppress(statecopy.Error):
+                client.check()
+                break
+            assert time.monotonic() < deadline, "the graph is not gone"
+        client.rebind({"layer": other})
+        assert same(plan.gather(indices), gathered(other, indices))
+    return said
+
+
+@case("default")
+def what_a_graph_has_of_the_pool_is_its_own(bed):
+    import torch
+
+    state, _ = bed.cache(rows=64)
+    with bed.connect() as client:
+        plan = client.register({"layer": state}, max_selected=8)["layer"]
+        indices = torch.arange(8, device="cuda", dtype=torch.int32)
+        plan.gather(indices)
+        torch.cuda.synchronize()
+        client.freeze()
+        total = torch.zeros((), device="cuda")
+        graph, _ = captured(lambda: total.copy_(plan.gather(indices).double().sum()))
+        for turn in range(20):
+            others = [plan.gather(indices) for _ in range(4)]
+            state.fill_(turn)
+            graph.replay()
+            assert float(total) == turn * 8 * state[0].numel(), turn
+            del others
+        client.check()
+        return f"{client.counters()['pool_buffers']} buffers"
+
+
+@case("default")
+def a_daemon_that_dies_frees_waiting_streams_and_the_loss_is_raised(bed):
+    import statecopy
+    import statecopy.torch
+    import torch
+
+    daemon = Daemon(bed.options, "dies")
+    state, _ = bed.cache()
+    client = statecopy.torch.connect(daemon.address, device="cuda:0", wait_s=READY_S, timeout_s=5)
+    plan = client.register({"layer": state}, max_selected=8)["layer"]
+    indices = torch.arange(4, device="cuda", dtype=torch.int32)
+    stream, resting = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(resting):
+        plan.gather(indices)
+    with torch.cuda.stream(stream):
+        plan.gather(indices)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10 * SLEEP_CYCLES)
+        plan.gather(indices)
+    daemon.kill()
+    stream.synchronize()
+    said = []
+    with torch.cuda.stream(stream):
+        for call in (client.check, lambda: plan.gather(indices), client.check):
+            try:
+                call()
+            except statecopy.Error as error:
+                said.append((error.about, error.leaves))
+    assert said == [("stream", "unknown")] * 3, said
+    daemon.start()
+    deadline = time.monotonic() + READY_S
+    with torch.cuda.stream(resting):
+        while True:
+            with contextlib.suppress(statecopy.Unavailable):
+                assert same(plan.gather(indices), gathered(state, indices))
+                break
+            assert time.monotonic() < deadline, "the next daemon is not found"
+    client.reset_lanes()
+    with torch.cuda.stream(stream):
+        assert same(plan.gather(indices), gathered(state, indices))
+    client.check()
+    client.close()
+    daemon.stop()
+    return "the lost stream raised three times, the other went on"
 
 
 @case("async")

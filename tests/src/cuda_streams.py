@@ -203,7 +203,7 @@ def held(name):
 
 
 enter()
-bed = Bed()
+bed = Bed(reconnect_s=0.2)
 plan, hooks = bed.plan, bed.hooks
 assert bed.client.info()["completion"] == "stream"
 
@@ -417,8 +417,10 @@ assert error.about == "stream" and error.leaves == "unknown", (error, error.leav
 for copy in (lambda: plan.gather(bed.rows(1)), lambda: plan.scatter(bed.packed(9), bed.rows(1))):
     error = raised(statecopy.Error, copy)
     assert error.about == "stream" and error.leaves == "unknown", (error, error.leaves)
-tell("start")
 hooks.use(resting)
+error = raised(statecopy.Unavailable, lambda: plan.gather(bed.rows(1)))
+assert error.about != "stream" and error.leaves == "nothing_moved", (error, error.leaves)
+tell("start")
 result = plan.gather(bed.rows(1))
 resting.synchronise()
 assert holds(result, 2)

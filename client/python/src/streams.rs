@@ -139,7 +139,7 @@ impl Lane {
 
     /// Whether it is the request that failed, or the stream.
     fn failed(&self, error: Error) -> Failed {
-        if self.lane.check().is_err() { Failed::Stream(error) } else { Failed::Refused(error) }
+        if self.check().is_err() { Failed::Stream(error) } else { Failed::Refused(error) }
     }
 }
 
@@ -171,10 +171,14 @@ impl Streams {
                 Ok(Tried::Accepted(words)) => return lane.enqueue(&self.guest, ask.handle, words),
                 Ok(Tried::Asked(asked)) => {
                     let lane = &mut *lane;
-                    return py.detach(|| match lane.lane.accepted(&asked) {
-                        Ok(words) => lane.enqueue(&self.guest, ask.handle, words),
-                        Err(error) => Err(lane.failed(error)),
+                    let waited = py.detach(|| match lane.lane.accepted(&asked) {
+                        Ok(words) => Some(lane.enqueue(&self.guest, ask.handle, words)),
+                        Err(_) if lane.lane.is_spent() => None,
+                        Err(error) => Some(Err(lane.failed(error))),
                     });
+                    if let Some(put) = waited {
+                        return put;
+                    }
                 }
                 Ok(Tried::Full) => {}
                 Err(_) if lane.lane.is_spent() => {}
