@@ -2,7 +2,7 @@
 //!
 //! **What it is.** [`Daemon`] is the real `statecopyd` in a runtime directory of its own; [`Wire`] and [`Session`] speak its
 //! wire by hand, so that a test can say what no client would; [`CudaBed`] is a CUDA driver without a GPU; [`Rig`] is a session with caches whose every byte is
-//! compared with the reference after every step; [`WorkerProcess`] is a worker that can be killed; [`Footprint`] is what a
+//! compared with the reference after every step; [`GraphWorker`] is a client with captured graphs; [`WorkerProcess`] is a worker that can be killed; [`Footprint`] is what a
 //! process holds.
 //!
 //! **What it is not.** It is no client: nothing here recovers from anything. Whatever a test did not ask for is a panic
@@ -14,6 +14,7 @@
 mod cuda;
 mod daemon;
 mod footprint;
+mod graph_worker;
 mod http;
 mod poll;
 mod random;
@@ -26,6 +27,7 @@ mod worker;
 pub use cuda::{CudaBed, CudaWorker, PIECES};
 pub use daemon::{Daemon, DaemonOptions, binary, runs, send_signal};
 pub use footprint::Footprint;
+pub use graph_worker::{GraphPlans, GraphWorker, replay_step};
 pub use http::{Answer, get};
 pub use poll::{PATIENCE, eventually, until};
 pub use random::{Random, random_bytes};
