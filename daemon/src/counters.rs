@@ -18,6 +18,8 @@ pub enum Counter {
     RowsCopied(Direction),
     /// Rows cleared (gather) or skipped (scatter).
     RowsMasked(Direction),
+    /// Rows of stream-ordered copies: which of them are copied only the device knows.
+    RowsOrdered(Direction),
     /// Payload bytes written.
     BytesCopied(Direction),
     /// Time from take to answer, in nanoseconds.
@@ -41,7 +43,7 @@ pub enum Counter {
 }
 
 const DIRECTIONS: usize = Direction::ALL.len();
-const BY_DIRECTION: usize = 5;
+const BY_DIRECTION: usize = 6;
 const REFUSALS_AT: usize = BY_DIRECTION * DIRECTIONS;
 const LAUNCHES_AT: usize = REFUSALS_AT + RefusalCode::ALL.len();
 const ENTRIES_AT: usize = LAUNCHES_AT + Variant::ALL.len();
@@ -60,6 +62,7 @@ impl Counter {
                 Self::Copies(direction),
                 Self::RowsCopied(direction),
                 Self::RowsMasked(direction),
+                Self::RowsOrdered(direction),
                 Self::BytesCopied(direction),
                 Self::ExecutorNanoseconds(direction),
             ]
@@ -79,6 +82,7 @@ impl Counter {
             Self::Copies(_) => "statecopy_copies_total",
             Self::RowsCopied(_) => "statecopy_rows_copied_total",
             Self::RowsMasked(_) => "statecopy_rows_masked_total",
+            Self::RowsOrdered(_) => "statecopy_rows_ordered_total",
             Self::BytesCopied(_) => "statecopy_bytes_copied_total",
             Self::ExecutorNanoseconds(_) => "statecopy_executor_nanoseconds_total",
             Self::Refusals(_) => "statecopy_executor_refusals_total",
@@ -99,6 +103,7 @@ impl Counter {
             Self::Copies(direction)
             | Self::RowsCopied(direction)
             | Self::RowsMasked(direction)
+            | Self::RowsOrdered(direction)
             | Self::BytesCopied(direction)
             | Self::ExecutorNanoseconds(direction) => ("direction", direction.label()),
             Self::Refusals(code) => ("code", code.label()),
@@ -123,8 +128,9 @@ impl Counter {
             Self::Copies(direction) => by_direction(0, direction),
             Self::RowsCopied(direction) => by_direction(1, direction),
             Self::RowsMasked(direction) => by_direction(2, direction),
-            Self::BytesCopied(direction) => by_direction(3, direction),
-            Self::ExecutorNanoseconds(direction) => by_direction(4, direction),
+            Self::RowsOrdered(direction) => by_direction(3, direction),
+            Self::BytesCopied(direction) => by_direction(4, direction),
+            Self::ExecutorNanoseconds(direction) => by_direction(5, direction),
             Self::Refusals(code) => REFUSALS_AT + usize::from(code.number()) - 1,
             Self::Launches(variant) => LAUNCHES_AT + variant.ordinal(),
             Self::Entries(door) => ENTRIES_AT + door_ordinal(door),

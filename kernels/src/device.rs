@@ -445,6 +445,7 @@ pub trait Launcher<D: Device>: Send {
 
     /// Starts a launch that comes after those of the same number, and has no order with others but for those whose number is
     /// the same modulo [`STREAMS`]. Done, it writes the signal, then its ticket answers; a launch of no rows does so as well.
+    /// The answer counts every row as copied where only the device could tell: telling takes it time that a stream waits for.
     ///
     /// # Errors
     /// When the device failed.

@@ -23,6 +23,8 @@ use super::table::{SessionTable, Target};
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Copied {
     pub(super) moved: Moved,
+    /// Rows of a stream-ordered copy, in place of `moved`.
+    pub(super) ordered: u64,
     pub(super) bytes: u64,
     pub(super) variant: Variant,
     pub(super) launches: u64,
@@ -34,6 +36,7 @@ impl Copied {
         counters.add(Counter::Copies(direction), 1);
         counters.add(Counter::RowsCopied(direction), self.moved.rows_copied);
         counters.add(Counter::RowsMasked(direction), self.moved.rows_masked);
+        counters.add(Counter::RowsOrdered(direction), self.ordered);
         counters.add(Counter::BytesCopied(direction), self.bytes);
         counters.add(Counter::ExecutorNanoseconds(direction), executor_ns);
         counters.add(Counter::Launches(self.variant), self.launches);
@@ -186,7 +189,7 @@ impl<D: Device> Running<D> {
         let target = &*checked.target;
         let variant = Variant::serving(target.table.kind, request.direction, request.indices.width);
         Ok(Self {
-            copied: Copied { moved: Moved::default(), bytes: 0, variant, launches: 0 },
+            copied: Copied { moved: Moved::default(), ordered: 0, bytes: 0, variant, launches: 0 },
             rows: target.layers() * request.selected,
             rows_per_launch: target.rows_per_launch,
             next: 0,
@@ -259,16 +262,19 @@ impl<D: Device> Running<D> {
             && let Some(moved) = launcher.poll(ticket)?
         {
             self.under_way.pop();
-            self.copied.moved.rows_copied += moved.copied;
-            self.copied.moved.rows_masked += moved.masked;
+            if order.is_none() {
+                self.copied.moved.rows_copied += moved.copied;
+                self.copied.moved.rows_masked += moved.masked;
+            }
             moved_on = true;
         }
         if self.next < self.rows || self.under_way.oldest().is_some() {
             return Ok(if moved_on { Progress::MovedOn } else { Progress::Waiting });
         }
+        self.copied.ordered = if order.is_some() { self.rows } else { 0 };
         let written = match request.direction {
-            Direction::Gather => self.rows,
-            Direction::Scatter => self.copied.moved.rows_copied,
+            Direction::Scatter if order.is_none() => self.copied.moved.rows_copied,
+            Direction::Gather | Direction::Scatter => self.rows,
         };
         self.copied.bytes = written * self.checked.target.layout().payload_bytes();
         Ok(Progress::Done(self.copied))

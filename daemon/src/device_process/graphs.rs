@@ -170,14 +170,14 @@ impl<D: Device> Graphs<D> {
         counters: &Counters,
         paused: bool,
     ) -> Result<Turn, Trouble> {
-        let turn = self.step(launcher, counters)?;
-        if paused {
-            return Ok(turn);
+        let mut turn = Turn::Idle;
+        if !paused && let Some(rung) = self.rung() {
+            let hook_epoch = sessions.look_for_hooks(launcher);
+            self.begin(rung, table, hook_epoch, counters);
+            turn = Turn::Progressed;
         }
-        let Some(rung) = self.rung() else { return Ok(turn) };
-        let hook_epoch = sessions.look_for_hooks(launcher);
-        self.begin(rung, table, hook_epoch, counters);
-        Ok(Turn::Progressed)
+        // Last: the stream of what was just begun waits for every step between its bell and its launch.
+        Ok(turn.max(self.step(launcher, counters)?))
     }
 
     /// Moves what runs on.

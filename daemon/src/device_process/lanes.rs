@@ -119,24 +119,23 @@ impl<D: Device> Lanes<D> {
         counters: &Counters,
         (paused, closed): (bool, bool),
     ) -> Result<Turn, Trouble> {
-        let mut turn = self.step(launcher, counters)?;
-        if paused {
-            return Ok(turn);
+        let mut turn = Turn::Idle;
+        if !paused {
+            self.fresh |= self.memory.take_fresh_lanes();
         }
-        self.fresh |= self.memory.take_fresh_lanes();
-        if self.fresh | self.waiting & !self.busy == 0 {
-            return Ok(turn);
+        if !paused && self.fresh | self.waiting & !self.busy != 0 {
+            let hook_epoch = sessions.look_for_hooks(launcher);
+            if self.fresh != 0 {
+                self.take(table, hook_epoch, counters, closed)?;
+                turn = Turn::Progressed;
+            }
+            if let Some(rung) = self.rung() {
+                self.begin(rung, table, hook_epoch, counters)?;
+                turn = Turn::Progressed;
+            }
         }
-        let hook_epoch = sessions.look_for_hooks(launcher);
-        if self.fresh != 0 {
-            self.take(table, hook_epoch, counters, closed)?;
-            turn = Turn::Progressed;
-        }
-        if let Some(rung) = self.rung() {
-            self.begin(rung, table, hook_epoch, counters)?;
-            turn = Turn::Progressed;
-        }
-        Ok(turn)
+        // Last: the stream of what was just begun waits for every step between its bell and its launch.
+        Ok(turn.max(self.step(launcher, counters)?))
     }
 
     /// Moves what runs on.

@@ -256,11 +256,10 @@ impl CudaLauncher {
         &mut self,
         launch: &Launch<'_, CudaDevice>,
         stream: Stream,
-        signal: Option<Signal<'_, CudaDevice>>,
+        (copied, signal): (Option<u64>, Option<Signal<'_, CudaDevice>>),
     ) -> Result<Ticket, DeviceFault> {
         let (ticket, slot) = (Ticket(self.issued), slot_of(self.issued));
         assert!(self.slots[slot].is_none(), "At most {TICKETS_MAX} launches await their poll");
-        let copied = known_copied(launch);
         let rows = self.start(slot, launch, stream, copied)?;
         let (done, value) = (self.words.done_address(slot), Self::done_value(ticket));
         let current = self.context.enter()?;
@@ -301,7 +300,7 @@ impl Launcher<CudaDevice> for CudaLauncher {
     }
 
     fn launch(&mut self, launch: &Launch<'_, CudaDevice>) -> Result<Ticket, DeviceFault> {
-        self.begin(launch, self.streams.unordered(), None)
+        self.begin(launch, self.streams.unordered(), (known_copied(launch), None))
     }
 
     fn launch_in_order(
@@ -310,7 +309,8 @@ impl Launcher<CudaDevice> for CudaLauncher {
         stream: u32,
         signal: Option<Signal<'_, CudaDevice>>,
     ) -> Result<Ticket, DeviceFault> {
-        self.begin(launch, self.streams.of(stream), signal)
+        let copied = known_copied(launch).unwrap_or(launch.part.end - launch.part.start);
+        self.begin(launch, self.streams.of(stream), (Some(copied), signal))
     }
 
     fn poll(&mut self, ticket: Ticket) -> Result<Option<Moved>, DeviceFault> {

@@ -150,6 +150,11 @@ fn a_copy_runs_when_its_bell_rings_and_not_before() {
     worker.ring(0, number);
     assert_eq!(worker.wait(0, number), number);
     assert!(worker.has_row(3));
+    // A command waits for the copy's end, which comes after the word that its stream waits for.
+    worker.rig.preparer.withdraw(WORKER).unwrap();
+    let counted = |counter| worker.rig.counters.get(counter);
+    assert_eq!(counted(Counter::RowsOrdered(Direction::Gather)), 1);
+    assert_eq!(counted(Counter::RowsCopied(Direction::Gather)), 20, "those of the ring alone");
 }
 
 #[test]

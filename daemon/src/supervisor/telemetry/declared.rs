@@ -129,6 +129,11 @@ pub(crate) const ROWS_MASKED: Metric = counter(
     Unit::Count,
     "Rows that were cleared (gather) or skipped (scatter), by direction.",
 );
+pub(crate) const ROWS_ORDERED: Metric = counter(
+    "statecopy_rows_ordered_total",
+    Unit::Count,
+    "Rows of stream-ordered copies and captured graphs, copied or masked as the device sees, by direction.",
+);
 pub(crate) const BYTES_COPIED: Metric =
     counter("statecopy_bytes_copied_total", Unit::Bytes, "Payload bytes written, by direction.");
 pub(crate) const EXECUTOR_NANOSECONDS: Metric = counter(
@@ -206,7 +211,7 @@ pub(crate) const DEVICE_ORDERED_COPY: Metric = gauge(
 );
 
 /// All of them.
-pub(crate) const METRICS: [Metric; 39] = [
+pub(crate) const METRICS: [Metric; 40] = [
     BUILD_INFO,
     UPTIME,
     READY,
@@ -230,6 +235,7 @@ pub(crate) const METRICS: [Metric; 39] = [
     COPIES,
     ROWS_COPIED,
     ROWS_MASKED,
+    ROWS_ORDERED,
     BYTES_COPIED,
     EXECUTOR_NANOSECONDS,
     EXECUTOR_REFUSALS,
