@@ -7,6 +7,7 @@ mod extras;
 mod footprint;
 mod machine;
 mod memory;
+mod order;
 mod paths;
 pub(crate) mod peer;
 mod plan;
@@ -116,7 +117,8 @@ fn measure(options: &BenchRunOptions) -> anyhow::Result<ExitCode> {
                 true => rival,
                 false => measure_on(&cuda, &guard, &cases, options, rival, &mut record)?,
             };
-            extras::measure(&cuda, &settings, &extras, options, rival, &mut record)?;
+            let with = (&settings, &guard);
+            extras::measure(&cuda, with, &extras, options, rival, &mut record)?;
         }
     }
     record.took_s = start.elapsed().as_secs();

@@ -229,6 +229,15 @@ impl CudaLauncher {
     /// # Panics
     /// When indices and flags do not all travel with the launch.
     pub fn enqueue(&mut self, launch: &Launch<'_, CudaDevice>) -> Result<Moved, DeviceFault> {
+        self.enqueue_on(launch, self.streams.unordered())
+    }
+
+    /// The same on a stream that lives, which is waited for by whoever has it.
+    pub(super) fn enqueue_on(
+        &mut self,
+        launch: &Launch<'_, CudaDevice>,
+        stream: Stream,
+    ) -> Result<Moved, DeviceFault> {
         let flags = match &launch.flags {
             Flags::Inline(private) => private.len(),
             Flags::None | Flags::Shared(_) => 0,
@@ -237,7 +246,6 @@ impl CudaLauncher {
         let copied = known_copied(launch).filter(|_| bytes <= INLINE_BYTES_MAX);
         let copied = copied.expect("indices and flags travel with the launch");
         // So nothing of the slot is used.
-        let stream = self.streams.unordered();
         let rows = self.start(slot_of(self.issued), launch, stream, Some(copied))?;
         Ok(Moved { copied, masked: rows - copied })
     }

@@ -10,15 +10,18 @@ use std::time::Duration;
 
 use libloading::os::unix::Library;
 
+use super::CudaDevice;
 use super::allocation::CudaMemory;
 use super::context::{Context, Current};
 use super::driver::{DriverError, OpenError, select};
 use super::export::CudaExporter;
 use super::guest::CudaGuest;
+use super::launcher::CudaLauncher;
 use super::library;
 use super::order::{Capture, GuestWords, StreamOp};
 use super::selector::CudaSelector;
 use super::sys::{DevicePointer, Function, Graph, Status, Stream};
+use crate::device::{DeviceFault, Launch, Moved};
 
 type Result<T> = std::result::Result<T, DriverError>;
 
@@ -312,6 +315,21 @@ impl WorkerStream {
         current.check("cuMemcpyDtoDAsync", status)
     }
 
+    /// Starts a copy of rows by the product's kernel, as a worker without a daemon does. The caller keeps what it names.
+    ///
+    /// # Errors
+    /// When the device failed.
+    ///
+    /// # Panics
+    /// As [`CudaLauncher::enqueue`].
+    pub fn copy_rows(
+        &mut self,
+        launcher: &mut CudaLauncher,
+        launch: &Launch<'_, CudaDevice>,
+    ) -> std::result::Result<Moved, DeviceFault> {
+        launcher.enqueue_on(launch, self.stream)
+    }
+
     /// Writes words and waits for words, by one call.
     ///
     /// # Errors
@@ -402,6 +420,15 @@ impl WorkerStream {
     /// What became of the device.
     pub fn is_idle(&self) -> Result<bool> {
         is_idle(self.own.context.enter()?, self.stream)
+    }
+
+    /// Waits until everything is done that it was asked.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn synchronize(&self) -> Result<()> {
+        // SAFETY: the stream lives.
+        unsafe { self.guest.synchronize(self.handle()) }
     }
 
     fn handle(&self) -> u64 {

@@ -1,7 +1,7 @@
 //! What a GPU is asked beside the paired trials: waiting beside a large request, starting, registering, times of kernels.
 
 use std::fs;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -12,11 +12,13 @@ use statecopy_client::{
     Address, DataType, Indices, Layer, Registration, Request, Slice, Strides, Transport, Use,
 };
 use statecopy_kernels::device::Device as _;
+use statecopy_kernels::guard::ServingGuard;
 use statecopy_kernels::plan::KernelClass;
 use statecopy_proto::PlanKind;
 use statecopyd::config::Settings;
 
 use super::memory::BenchMemory;
+use super::order::{self, StreamOrder};
 use super::paths::Daemon;
 use super::plan::{Case, Kind, Operation, Work};
 use super::record::Record;
@@ -40,10 +42,13 @@ pub(super) enum Extra {
     Register,
     /// The daemon's kernel and the rival's in replayed graphs.
     Kernels,
+    /// Copies in the order of a stream.
+    Order,
 }
 
 impl Extra {
-    const ALL: [Self; 4] = [Self::TwoWorkers, Self::Start, Self::Register, Self::Kernels];
+    const ALL: [Self; 5] =
+        [Self::TwoWorkers, Self::Start, Self::Register, Self::Kernels, Self::Order];
 
     /// The name on the command line.
     pub(super) fn name(self) -> &'static str {
@@ -52,6 +57,7 @@ impl Extra {
             Self::Start => "start",
             Self::Register => "register",
             Self::Kernels => "kernels",
+            Self::Order => "order",
         }
     }
 
@@ -107,6 +113,9 @@ pub(super) struct Extras {
     pub(super) register_filled_ms: Vec<f64>,
     /// The same with an empty store. None where there is no compiler.
     pub(super) register_empty_ms: Vec<f64>,
+    /// Copies in the order of a stream.
+    #[serde(default)]
+    pub(super) order: Option<StreamOrder>,
 }
 
 /// Measures what was chosen. The daemons that it starts have those settings.
@@ -115,7 +124,7 @@ pub(super) struct Extras {
 /// When anything of it cannot be measured.
 pub(super) fn measure(
     cuda: &Cuda,
-    settings: &Settings,
+    (settings, guard): (&Settings, &Arc<ServingGuard>),
     chosen: &[Extra],
     options: &BenchRunOptions,
     rival: Option<Rival>,
@@ -136,6 +145,10 @@ pub(super) fn measure(
                 }
             }
             Extra::Register => register(cuda, options, &mut extras)?,
+            Extra::Order => {
+                let variables = variables(options);
+                extras.order = Some(order::measure(cuda, settings, guard, options, &variables)?);
+            }
             Extra::Kernels => {}
         }
     }

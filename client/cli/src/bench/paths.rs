@@ -8,6 +8,7 @@ use statecopy_client::{
     Address, ConnectOptions, DataType, Error, Flags, Indices, Layer, Moved, PlanKind, Registration,
     Request, Slice, Strides, Transport, Use,
 };
+use statecopy_kernels::cuda::WorkerStream;
 use statecopy_kernels::device::{self, Device, Launch, Region as _};
 use statecopy_kernels::guard::{Door, ServingGuard};
 use statecopy_kernels::layout::{CacheLayout, Placement};
@@ -17,7 +18,7 @@ use statecopy_proto::Direction;
 
 use super::memory::BenchMemory;
 use super::plan::BATCH;
-use super::target::{LauncherOf, RegionOf, Target};
+use super::target::{Cuda, LauncherOf, RegionOf, Target};
 use crate::cli::connect_options;
 use crate::failure::Failure;
 
@@ -105,12 +106,12 @@ impl<T: Target> InProcess<T> {
     pub(super) fn start(&mut self, call: &Call<'_>) -> anyhow::Result<Moved> {
         self.check(call)?;
         self.convert_flags(call.flags);
-        self.launch(call)
+        self.launch(call, T::start)
     }
 
     /// The kernel alone. The flags of the last call that converted some are used.
     pub(super) fn start_unchecked(&mut self, call: &Call<'_>) -> anyhow::Result<Moved> {
-        self.launch(call)
+        self.launch(call, T::start)
     }
 
     /// Waits for what was started.
@@ -150,7 +151,11 @@ impl<T: Target> InProcess<T> {
         Ok(())
     }
 
-    fn launch(&mut self, call: &Call<'_>) -> anyhow::Result<Moved> {
+    fn launch(
+        &mut self,
+        call: &Call<'_>,
+        mut start: impl FnMut(&mut LauncherOf<T>, &Launch<'_, T::Device>) -> anyhow::Result<Moved>,
+    ) -> anyhow::Result<Moved> {
         let mut moved = Moved::default();
         let selected = call.indices.len() as u64;
         if selected == 0 {
@@ -175,12 +180,28 @@ impl<T: Target> InProcess<T> {
                     .context("Packed leaves its region")?,
                 part: 0..selected,
             };
-            let started = T::start(&mut self.launcher, &launch)?;
+            let started = start(&mut self.launcher, &launch)?;
             moved.copied += started.copied;
             moved.masked += started.masked;
             offset += bytes;
         }
         Ok(moved)
+    }
+}
+
+impl InProcess<Cuda> {
+    /// A production call whose kernels go on that stream.
+    ///
+    /// # Errors
+    /// As [`InProcess::start`].
+    pub(super) fn start_on(
+        &mut self,
+        stream: &mut WorkerStream,
+        call: &Call<'_>,
+    ) -> anyhow::Result<Moved> {
+        self.check(call)?;
+        self.convert_flags(call.flags);
+        self.launch(call, |launcher, launch| Ok(stream.copy_rows(launcher, launch)?))
     }
 }
 
@@ -270,9 +291,23 @@ impl Daemon {
         Ok(self.client.close()?)
     }
 
+    /// The session.
+    pub(super) fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// What a cache was published as.
+    pub(super) fn plan(&self, cache: usize) -> &Plan {
+        &self.plans[cache]
+    }
+
+    /// A packed buffer, by where it begins in its region.
+    pub(super) fn packed_at(&self, offset: u64) -> Slice {
+        self.packed.region.at(self.packed.offset + offset)
+    }
+
     fn request<'a>(&self, call: &Call<'a>) -> Request<'a> {
-        let packed = self.packed.region.at(self.packed.offset + call.packed);
-        let request = Request::new(Indices::Int32(call.indices), packed);
+        let request = Request::new(Indices::Int32(call.indices), self.packed_at(call.packed));
         match call.flags {
             Some(flags) => request.flags(Flags::Bools(flags)),
             None => request,

@@ -7,8 +7,10 @@ use std::fmt::Write as _;
 use std::process::ExitCode;
 
 use self::figures::figures;
+use super::order::Who;
 use super::plan::{Mode, Path};
 use super::record::Record;
+use super::statistics::median;
 use crate::cli::BenchReportOptions;
 use crate::terminal::{self, Table};
 
@@ -37,6 +39,7 @@ pub(super) fn table(record: &Record) -> String {
     text.push_str("\nHost enqueue, median in microseconds\n");
     text.push_str(&enqueues(record));
     text.push_str(&references(record));
+    text.push_str(&chains(record));
     text.push_str("\nFigures\n");
     let mut table = Table::new(["FIGURE", "MEASURED", "BOUND", "REACHED"]);
     for figure in figures(record) {
@@ -169,6 +172,37 @@ fn references(record: &Record) -> String {
         }
     }
     if text.is_empty() { text } else { format!("\nReferences, median\n{text}") }
+}
+
+/// Copies in a stream's order.
+fn chains(record: &Record) -> String {
+    let ordered = record.extras.as_ref().and_then(|extras| extras.order.as_ref());
+    let Some(order) = ordered else { return String::new() };
+    let shared = match order.mps {
+        Some(true) => "MPS",
+        Some(false) => "no MPS",
+        None => "MPS or not is not known",
+    };
+    let mut table = Table::new(["CHAIN", "DAEMON", "CONTROL", "INPROC", "DAEMON/INPROC"]);
+    for (name, chain) in &order.chain_us {
+        let us = |who: Who| chain.get(who.label()).map(|samples| median(samples));
+        let ratio = match (us(Who::Daemon), us(Who::InProcess)) {
+            (Some(daemon), Some(own)) => format!("{:.3}", daemon / own),
+            _ => String::new(),
+        };
+        let [daemon, control, own] = Who::ALL.map(|who| microseconds(us(who)));
+        table.row([name.clone(), daemon, control, own, ratio]);
+    }
+    let mut text = format!(
+        "\nKernel, copy, kernel on one stream ({shared}), wall, median in microseconds\n{}",
+        table.render()
+    );
+    for (rows, samples) in &order.enqueue_us {
+        let us = microseconds(Some(median(samples)));
+        // Writing to a string does not fail.
+        let _written = writeln!(text, "host enqueue of a stream-ordered gather, {rows}: {us} us");
+    }
+    text
 }
 
 /// Three significant digits at least, whatever the size.

@@ -1,6 +1,7 @@
 //! The figures that a run is held against. Each is taken from one case, one mode and one file.
 
 mod cuda;
+mod order;
 
 use super::super::plan::{Case, Kind, Mode, Operation, Path, Work};
 use super::super::record::Record;
@@ -83,6 +84,8 @@ pub(super) fn figures(record: &Record) -> Vec<Figure> {
     }
     figures.extend(footprint(record));
     figures.extend(cuda::figures(record));
+    let ordered = record.extras.as_ref().and_then(|extras| extras.order.as_ref());
+    figures.extend(ordered.into_iter().flat_map(order::figures));
     figures
 }
 
