@@ -297,7 +297,7 @@ pub(crate) struct BenchRunOptions {
     /// Sessions over which growth of memory is measured
     #[arg(long, value_name = "N", default_value_t = 500, value_parser = RangedU64ValueParser::<usize>::new().range(2..=2_000))]
     pub(crate) sessions: usize,
-    /// How long an idle daemon's CPU time is looked at, in milliseconds
+    /// How long the CPU time of a daemon that nobody asks anything of is looked at, in milliseconds
     #[arg(long, value_name = "MS", default_value_t = 5_000)]
     pub(crate) idle_ms: u64,
 }

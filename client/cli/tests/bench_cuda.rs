@@ -97,6 +97,36 @@ fn a_rival_is_measured_beside_the_daemon_and_reported_with_what_was_seen_beside(
 }
 
 #[test]
+fn chains_in_the_order_of_a_stream_are_checked_measured_and_reported() {
+    let stub = Stub::create().unwrap();
+    stub.provide_compiler().unwrap();
+    let file = stub.directory().join("run.json");
+    let few = ["--cases", "order", "--cache-rows", "64", "--trials", "2", "--idle-ms", "40"];
+    let output = ["--output", file.to_str().unwrap(), "--device", "cuda:0"];
+    let ran = bench(&stub, &[&output[..], &few[..]].concat());
+    assert!(ran.status.success(), "{ran:?}");
+
+    let record: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    let order = &record["extras"]["order"];
+    for how in ["stream", "graph"] {
+        for selected in [1, 8, 64] {
+            for who in ["daemon", "control", "inproc"] {
+                let samples = &order["chain_us"][format!("{how}/s{selected}")][who];
+                assert_eq!(samples.as_array().unwrap().len(), 2, "{how} {selected} {who}");
+            }
+        }
+    }
+    assert_eq!(order["enqueue_us"]["s8"].as_array().unwrap().len(), 2);
+    for idle in ["open", "armed", "unrung"] {
+        assert!(order["idle_cpu_percent"][idle].is_number(), "{idle}");
+    }
+    let table = String::from_utf8(ran.stdout).unwrap();
+    for text in ["graph/s64", "host enqueue of a stream-ordered gather", "idle executor, armed"] {
+        assert!(table.contains(text), "{text} is missing in:\n{table}");
+    }
+}
+
+#[test]
 fn a_rival_that_fails_is_an_error_and_leaves_no_file() {
     let stub = Stub::create().unwrap();
     let file = stub.directory().join("run.json");

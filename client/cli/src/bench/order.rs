@@ -39,9 +39,6 @@ use crate::workload::random::Random;
 pub(super) const SELECTED: [u64; 3] = [1, 8, 64];
 /// Chains of each that are not timed.
 const WARM_UP: usize = 20;
-/// For how long the executor is watched.
-const WATCHED: Duration = Duration::from_secs(4);
-
 /// How a chain gets on the stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum How {
@@ -168,7 +165,7 @@ pub(super) fn measure(
         }
         for idle in Idle::ALL {
             let _kept = worker.idle(idle)?;
-            let percent = watch(process)?;
+            let percent = watch(process, Duration::from_millis(options.idle_ms))?;
             seen.idle_cpu_percent.insert(idle.label().to_owned(), percent);
         }
         worker.settle()?;
@@ -205,11 +202,11 @@ fn chains(
     Ok(samples)
 }
 
-fn watch(process: u32) -> anyhow::Result<f64> {
+fn watch(process: u32, time: Duration) -> anyhow::Result<f64> {
     // The executor spins for a while after the last copy.
-    thread::sleep(WATCHED / 8);
+    thread::sleep(time / 8);
     let (before, start) = (cpu_time(process)?, Instant::now());
-    thread::sleep(WATCHED);
+    thread::sleep(time);
     let used = cpu_time(process)?.saturating_sub(before);
     Ok(to_nanoseconds(100.0 * used.as_secs_f64() / start.elapsed().as_secs_f64()))
 }
