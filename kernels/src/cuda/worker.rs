@@ -178,12 +178,12 @@ impl CudaWorker {
         &self.guest
     }
 
-    /// A new stream.
+    /// A new stream. Disturbs no capture, as asking a stream and ending it do not.
     ///
     /// # Errors
     /// What the driver says.
     pub fn stream(&self) -> Result<WorkerStream> {
-        let stream = self.own.context.enter()?.create_stream()?;
+        let stream = self.own.context.enter()?.relaxed(Current::create_stream)?;
         let (guest, own) = (self.guest.clone(), Arc::clone(&self.own));
         Ok(WorkerStream { guest, own, stream, uses: Vec::new() })
     }
@@ -444,7 +444,7 @@ impl WorkerStream {
 
 fn is_idle(current: Current<'_>, stream: Stream) -> Result<bool> {
     // SAFETY: a worker's stream lives as long as its owner, who asks.
-    unsafe { current.is_idle(stream) }
+    current.relaxed(|current| unsafe { current.is_idle(stream) })
 }
 
 impl Drop for WorkerStream {
@@ -453,7 +453,7 @@ impl Drop for WorkerStream {
         self.own.context.give_back(|current| {
             if is_idle(current, self.stream)? {
                 // SAFETY: it was created for this owner, and is used no more.
-                unsafe { current.destroy_stream(self.stream) }?;
+                current.relaxed(|current| unsafe { current.destroy_stream(self.stream) })?;
                 is_over = true;
             }
             Ok(())

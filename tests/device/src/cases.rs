@@ -1,11 +1,13 @@
 //! Every case: a sentence that says what holds, and the function that finds out.
 
 mod copies;
+mod graphs;
 mod lives;
 mod memory;
 mod order;
 mod refusals;
 mod starts;
+mod stream_lives;
 
 use anyhow::Result;
 
@@ -74,6 +76,13 @@ pub(crate) const CASES: &[Case] = &[
     Case::new("bf16_is_copied_in_a_stream", order::bf16),
     Case::new("fp16_is_copied_in_a_stream", order::fp16),
     Case::new("more_than_2_to_the_20_rings_of_one_lane_are_exact", order::many_rings),
+    Case::new("fp32_is_copied_by_a_replayed_graph", graphs::fp32),
+    Case::new("bf16_is_copied_by_a_replayed_graph", graphs::bf16),
+    Case::new("fp16_is_copied_by_a_replayed_graph", graphs::fp16),
+    Case::new("each_of_many_replays_copies_what_its_stream_made", graphs::many_replays),
+    Case::new("a_capture_is_not_disturbed_by_copies_of_other_streams", graphs::undisturbed_capture),
+    Case::new("a_graph_is_replayed_after_sleep_and_wake", graphs::sleep),
+    Case::new("a_graph_of_what_is_gone_moves_nothing_and_frees_its_stream", graphs::stale),
     Case::needing_a_device("small_allocations_are_shared", memory::small_allocations),
     Case::new("64_layers_of_one_allocation_are_one_mapping", memory::one_mapping),
     Case::new("pieces_of_20_mib_are_side_by_side", memory::large_pieces),
@@ -93,6 +102,18 @@ pub(crate) const CASES: &[Case] = &[
     Case::new("an_idle_worker_killed_gives_its_memory_back", lives::idle_worker),
     Case::new("a_worker_killed_before_it_registers_gives_its_memory_back", lives::sending_worker),
     Case::new("a_worker_killed_while_it_copies_gives_its_memory_back", lives::copying_worker),
+    Case::new("a_worker_killed_before_its_bell_leaves_no_scatter_behind", lives::unrung_worker),
+    Case::new("a_worker_killed_while_its_stream_waits_leaves_no_scatter", lives::waiting_worker),
+    Case::new("a_worker_killed_after_its_bell_has_its_scatter_made", lives::rung_worker),
+    Case::new("a_worker_killed_while_its_graph_is_replayed_hurts_nobody", lives::replaying_worker),
+    Case::new("streams_go_on_when_the_daemon_dies_and_are_told", stream_lives::daemon),
+    Case::new(
+        "copies_that_had_rung_are_made_by_the_next_device_process",
+        stream_lives::rung_copies,
+    ),
+    Case::new("copies_that_ran_are_made_by_the_next_device_process", stream_lives::running_copies)
+        .dying_in_a_kernel(),
+    Case::new("words_that_a_worker_scribbles_over_hurt_nobody_else", stream_lives::scribbled_words),
     Case::needing_a_device(
         "a_fault_of_a_workers_own_kernel_hurts_nobody_else",
         lives::faulted_worker,

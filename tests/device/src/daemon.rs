@@ -85,6 +85,13 @@ impl Daemon {
         self.inspect()?.devices.into_iter().next().context("a device")
     }
 
+    /// Stops the device process: it lives, and does nothing. Nothing that it gave the device before runs any more.
+    pub(crate) fn stop_device_process(&self) -> Result<u32> {
+        let pid = self.device()?.device_process_pid;
+        signal(pid, Signal::STOP)?;
+        Ok(pid)
+    }
+
     /// Kills the device process, and waits until another one serves.
     pub(crate) fn kill_device_process(&self) -> Result<()> {
         let old = self.device()?.device_process_pid;
@@ -98,6 +105,13 @@ impl Daemon {
             let now = self.device()?;
             Ok((now.device_process_pid != old && now.ready).then_some(()))
         })
+    }
+
+    /// Kills the supervisor, with which its device process ends.
+    pub(crate) fn kill(&mut self) -> Result<()> {
+        self.child.kill()?;
+        self.child.wait()?;
+        Ok(())
     }
 
     /// Whether it still runs.
@@ -128,7 +142,11 @@ fn device_name(device: &str) -> String {
 
 /// Ends a process at once.
 pub(crate) fn kill(pid: u32) -> Result<()> {
+    signal(pid, Signal::KILL)
+}
+
+fn signal(pid: u32, signal: Signal) -> Result<()> {
     let raw = i32::try_from(pid)?;
     let pid = Pid::from_raw(raw).context("a process id is not 0")?;
-    kill_process(pid, Signal::KILL).with_context(|| format!("process {raw}"))
+    kill_process(pid, signal).with_context(|| format!("process {raw}"))
 }

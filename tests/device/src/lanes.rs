@@ -3,12 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use statecopy_client::blocking::{Client, Plan};
 use statecopy_client::{
     DataType, Direction, Flags, IndexWidth, Indices, Layer, Ordered, Registration, Request, Slice,
     StreamLane, Strides,
 };
+use statecopy_descriptors::SealedMemory;
 use statecopy_kernels::cuda::{
     Allocator, CudaMemory, CudaWorker, GuestWords, Place, WordOp, WorkerStream,
 };
@@ -24,6 +25,8 @@ const GAP_BYTES: u64 = 64;
 /// Bytes from one slot's inputs to the next: an index, then a flag.
 const INPUTS_BYTES: u64 = 32;
 const FLAG_AT: u64 = 16;
+/// A page, also where pages are large.
+const GATE_BYTES: u64 = 64 << 10;
 
 /// What a stream does for a copy: it rings, and waits.
 pub(crate) fn bell_and_wait(ordered: &Ordered<'_>) -> [WordOp; 2] {
@@ -79,10 +82,48 @@ impl Queue {
         Ok(self.stream.enqueue(&self.words, operations)?)
     }
 
+    /// Whether the stream has rung for a copy.
+    pub(crate) fn has_rung(&self, asked: &[WordOp; 2]) -> Result<bool> {
+        let WordOp::Write { offset, value } = asked[0] else {
+            bail!("{asked:?} begins with a bell")
+        };
+        let mut bell = [0];
+        self.lane.memory().0.read_words(offset, &mut bell)?;
+        Ok(bell[0] >= value)
+    }
+
+    /// Waits until everything on the stream is done, however it came to be.
+    pub(crate) fn wait(&self) -> Result<()> {
+        eventually("the stream is done", || Ok(self.stream.is_idle()?.then_some(())))
+    }
+
     /// Waits until everything on the stream is done, and looks whether the copies were made.
     pub(crate) fn finish(&self) -> Result<()> {
-        eventually("the stream is done", || Ok(self.stream.is_idle()?.then_some(())))?;
+        self.wait()?;
         Ok(self.lane.check()?)
+    }
+}
+
+/// A word of a worker's own that holds streams until the process opens it.
+#[derive(Debug)]
+pub(crate) struct Gate {
+    words: Arc<GuestWords>,
+}
+
+impl Gate {
+    pub(crate) fn new(worker: &CudaWorker) -> Result<Self> {
+        let memory = SealedMemory::create("gate", GATE_BYTES)?;
+        let mapping = Arc::new(memory.map()?);
+        Ok(Self { words: Arc::new(worker.guest().share_words(&mapping, 0..GATE_BYTES)?) })
+    }
+
+    pub(crate) fn words(&self) -> &Arc<GuestWords> {
+        &self.words
+    }
+
+    /// What holds a stream.
+    pub(crate) fn wait(&self) -> WordOp {
+        WordOp::WaitAtLeast { offset: 0, value: 1 }
     }
 }
 
@@ -111,7 +152,7 @@ pub(crate) struct Bed {
     // The session ends first: that lets whatever waits go on.
     pub(crate) plan: Plan,
     pub(crate) client: Client,
-    words: Arc<GuestWords>,
+    pub(crate) words: Arc<GuestWords>,
     pub(crate) worker: CudaWorker,
     cache: Arc<CudaMemory>,
     packed: Arc<CudaMemory>,
@@ -201,35 +242,35 @@ impl Bed {
     }
 
     /// The word that a stream's kernel fills a row with is in each of its words, from then on.
-    pub(crate) fn fill_row(&self, queue: &mut Queue, row: u64, word: u64) -> Result<()> {
-        Ok(queue.stream.produce(self.row(row), self.sizes.payload / 8, word, Duration::ZERO)?)
+    pub(crate) fn fill_row(&self, stream: &mut WorkerStream, row: u64, word: u64) -> Result<()> {
+        Ok(stream.produce(self.row(row), self.sizes.payload / 8, word, Duration::ZERO)?)
     }
 
     /// As [`Bed::fill_row`], of a packed row.
-    pub(crate) fn fill_slot(&self, queue: &mut Queue, slot: u64, word: u64) -> Result<()> {
-        Ok(queue.stream.produce(self.slot(slot), self.sizes.payload / 8, word, Duration::ZERO)?)
+    pub(crate) fn fill_slot(&self, stream: &mut WorkerStream, slot: u64, word: u64) -> Result<()> {
+        Ok(stream.produce(self.slot(slot), self.sizes.payload / 8, word, Duration::ZERO)?)
     }
 
     /// Lets a stream's kernel write the index of a slot, once that time is over.
     pub(crate) fn name_row(
         &self,
-        queue: &mut Queue,
+        stream: &mut WorkerStream,
         slot: u64,
         index: i64,
         takes: Duration,
     ) -> Result<()> {
         let place = Place { memory: &self.inputs, offset: slot * INPUTS_BYTES };
-        Ok(queue.stream.produce(place, 1, index.cast_unsigned(), takes)?)
+        Ok(stream.produce(place, 1, index.cast_unsigned(), takes)?)
     }
 
     /// Lets a stream note what a packed row holds.
-    pub(crate) fn log_slot(&self, queue: &mut Queue, slot: u64, entry: u64) -> Result<()> {
-        Ok(queue.stream.copy(self.slot(slot), self.entry(entry), self.sizes.payload)?)
+    pub(crate) fn log_slot(&self, stream: &mut WorkerStream, slot: u64, entry: u64) -> Result<()> {
+        Ok(stream.copy(self.slot(slot), self.entry(entry), self.sizes.payload)?)
     }
 
     /// Lets a stream note what a row of the cache holds.
-    pub(crate) fn log_row(&self, queue: &mut Queue, row: u64, entry: u64) -> Result<()> {
-        Ok(queue.stream.copy(self.row(row), self.entry(entry), self.sizes.payload)?)
+    pub(crate) fn log_row(&self, stream: &mut WorkerStream, row: u64, entry: u64) -> Result<()> {
+        Ok(stream.copy(self.row(row), self.entry(entry), self.sizes.payload)?)
     }
 
     fn row(&self, row: u64) -> Place<'_> {

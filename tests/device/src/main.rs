@@ -12,6 +12,7 @@
 
 mod cases;
 mod daemon;
+mod graphs;
 mod known;
 mod lanes;
 mod patience;

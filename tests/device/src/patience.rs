@@ -20,7 +20,10 @@ pub(crate) fn eventually<T>(what: &str, mut ask: impl FnMut() -> Result<Option<T
             return Ok(answer);
         }
         if Instant::now() > deadline {
-            bail!("not within {} s: {what}", PATIENCE.as_secs());
+            let sentence = format!("not within {} s: {what}", PATIENCE.as_secs());
+            // Said at once: what is dropped on the way out may wait for the very thing that does not come.
+            eprintln!("{sentence}");
+            bail!(sentence);
         }
         thread::sleep(STEP);
     }

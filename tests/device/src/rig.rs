@@ -85,6 +85,7 @@ pub(crate) struct Rig {
     inputs_at: Slice,
     flags_offset: u64,
     placements: Vec<Placement>,
+    spec: Spec,
 }
 
 impl Rig {
@@ -127,6 +128,7 @@ impl Rig {
             flags_offset,
             placements,
             bindings,
+            spec: spec.clone(),
         })
     }
 
@@ -175,7 +177,8 @@ impl Rig {
     ) -> Result<()> {
         let (label, selected) = (direction.label(), indices.selected());
         let what = format!("{label} of {selected} rows, {target:?}, in a stream");
-        let request = self.request(indices, flags, Inputs::Device)?;
+        self.write_inputs(indices, flags)?;
+        let request = self.request(indices, flags, Inputs::Device);
         queue.order(self.plan(target)?, direction, &request).with_context(|| what.clone())?;
         queue.finish().with_context(|| what.clone())?;
         self.expect(direction, target, indices, flags)?;
@@ -191,23 +194,28 @@ impl Rig {
         flags: Option<&[u8]>,
         inputs: Inputs,
     ) -> Result<Moved> {
-        let request = self.request(indices, flags, inputs)?;
+        if inputs == Inputs::Device {
+            self.write_inputs(indices, flags)?;
+        }
+        let request = self.request(indices, flags, inputs);
         Ok(self.plan(target)?.copy(direction, request)?)
     }
 
-    /// A request of the packed buffer's start. Inputs that are in device memory are written there.
-    fn request<'a>(
-        &mut self,
+    /// Writes indices and flags where requests with [`Inputs::Device`] name them.
+    pub(crate) fn write_inputs(&mut self, indices: &Indices, flags: Option<&[u8]>) -> Result<()> {
+        self.inputs.write(MARGIN, &bytes_of(indices))?;
+        self.inputs.write(self.flags_offset, flags.unwrap_or_default())
+    }
+
+    /// A request of the packed buffer's start. Of inputs in device memory only the width and the count are looked at.
+    pub(crate) fn request<'a>(
+        &self,
         indices: &'a Indices,
         flags: Option<&'a [u8]>,
         inputs: Inputs,
-    ) -> Result<Request<'a>> {
+    ) -> Request<'a> {
         let packed = self.place(&self.packed_at, MARGIN);
         let shared = inputs == Inputs::Device;
-        if shared {
-            self.inputs.write(MARGIN, &bytes_of(indices))?;
-            self.inputs.write(self.flags_offset, flags.unwrap_or_default())?;
-        }
         let wire = match indices {
             indices if shared => WireIndices::Shared {
                 width: match indices {
@@ -221,13 +229,13 @@ impl Rig {
             Indices::Int64(values) => WireIndices::Int64(values),
         };
         let request = Request::new(wire, packed);
-        Ok(match flags {
+        match flags {
             None => request,
             Some(_) if shared => {
                 request.flags(Flags::Shared(self.place(&self.inputs_at, self.flags_offset)))
             }
             Some(flags) => request.flags(Flags::Bytes(flags)),
-        })
+        }
     }
 
     fn place(&self, of: &Slice, offset: u64) -> Slice {
@@ -279,6 +287,12 @@ impl Rig {
             let indices = Indices::Int32(vec![2, i32::MAX, 0]);
             self.copy(direction, Target::All, &indices, None, Inputs::Device)?;
         }
+        Ok(())
+    }
+
+    /// Registers the same layers once more.
+    pub(crate) fn register_again(&mut self) -> Result<()> {
+        self.bindings = self.client.register(&registration(&self.spec, &self.layers), |_| {})?;
         Ok(())
     }
 

@@ -217,7 +217,9 @@ fn reason(status: Option<ExitStatus>, log: &Path) -> Result<String> {
     };
     let said = String::from_utf8_lossy(&fs::read(log)?).into_owned();
     let parts = said.lines().map(str::trim).chain([how.as_str()]).filter(|part| !part.is_empty());
-    let line = parts.collect::<Vec<_>>().join(" | ");
+    let mut parts: Vec<_> = parts.collect();
+    parts.dedup();
+    let line = parts.join(" | ");
     let skipped = line.chars().count().saturating_sub(REASON_CHARACTERS);
     Ok(line.chars().skip(skipped).collect())
 }

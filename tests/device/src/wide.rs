@@ -68,10 +68,7 @@ impl Wide {
         let inner = margin..margin + usize::try_from(payload)?;
         let mut packed = noise(4, self.packed.bytes())?;
         self.packed.write(0, &packed)?;
-        let request = || {
-            let at = self.packed_at.region.at(self.packed_at.offset + MARGIN);
-            Request::new(Indices::Int32(rows), at)
-        };
+        let request = || Request::new(Indices::Int32(rows), self.packed_place());
         let moved = self.plan.gather(request())?;
         ensure!(moved.copied == rows.len() as u64, "{moved:?}");
         for (at, state) in states.iter().enumerate() {
@@ -95,10 +92,19 @@ impl Wide {
         Ok(())
     }
 
+    /// The plan.
+    pub(crate) fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// Where the packed rows begin.
+    pub(crate) fn packed_place(&self) -> Slice {
+        self.packed_at.region.at(self.packed_at.offset + MARGIN)
+    }
+
     /// Gathers rows, and compares nothing.
     pub(crate) fn gather(&self, rows: &[i32]) -> Result<()> {
-        let at = self.packed_at.region.at(self.packed_at.offset + MARGIN);
-        self.plan.gather(Request::new(Indices::Int32(rows), at))?;
+        self.plan.gather(Request::new(Indices::Int32(rows), self.packed_place()))?;
         Ok(())
     }
 

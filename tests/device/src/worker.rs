@@ -7,12 +7,15 @@ use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::process::{Signal, set_parent_process_death_signal};
-use statecopy_client::DataType;
+use statecopy_client::{DataType, Direction, IndexWidth, Indices, Request};
 use statecopy_kernels::cuda::Allocator;
 use statecopy_kernels::device::PieceHandle;
 use statecopy_kernels::layout::CacheLayout;
 use statecopy_tests::{Session, Wire};
 
+use crate::graphs::Capturing;
+use crate::lanes::{Gate, Queue, share_words};
+use crate::patience::eventually;
 use crate::setup::Setup;
 use crate::wide::Wide;
 
@@ -27,6 +30,14 @@ pub(crate) enum State {
     Copying,
     /// A kernel of its own has faulted.
     Faulted,
+    /// A scatter of every row was accepted, and its bell does not ring.
+    Unrung,
+    /// The same, and its stream waits for a word of the worker's own before the bell.
+    Waiting,
+    /// A scatter of every row was accepted, and its bell has rung.
+    Rung,
+    /// A graph is replayed, again and again.
+    Replaying,
 }
 
 impl State {
@@ -36,6 +47,10 @@ impl State {
             Self::Sending => "sending",
             Self::Copying => "copying",
             Self::Faulted => "faulted",
+            Self::Unrung => "unrung",
+            Self::Waiting => "waiting",
+            Self::Rung => "rung",
+            Self::Replaying => "replaying",
         }
     }
 }
@@ -119,7 +134,51 @@ pub(crate) fn run(setup: &Setup, state: State) -> Result<()> {
             until_told()
         }
         State::Sending => send(setup, &setup.socket),
+        State::Unrung | State::Waiting | State::Rung | State::Replaying => in_streams(setup, state),
     }
+}
+
+/// Has copies of every row in a stream.
+fn in_streams(setup: &Setup, state: State) -> Result<()> {
+    let how = Allocator::Virtual { piece_bytes: 20 << 20, shared: true };
+    let (gpu, rows) = (setup.gpu()?, rows(setup));
+    let wide = publish(setup, rows, how)?;
+    let named = gpu.allocate(4 * rows, Allocator::Default)?;
+    let bytes: Vec<u8> = (0..i32::try_from(rows)?).flat_map(i32::to_le_bytes).collect();
+    named.write(0, &bytes)?;
+    let at = wide.client().register_device_memory(named.address(), named.bytes())?;
+    let indices =
+        Indices::Shared { width: IndexWidth::Int32, at: at.region.at(at.offset), selected: rows };
+    let request = Request::new(indices, wide.packed_place());
+    let worker = gpu.worker(setup)?;
+    let words = share_words(wide.client(), &worker)?;
+    if state == State::Replaying {
+        let mut capturing = Capturing::begin(wide.client(), &worker, &words)?;
+        capturing.copy(wide.plan(), Direction::Gather, &request)?;
+        let mut graph = capturing.end()?;
+        graph.replay()?;
+        graph.finish()?;
+        say_ready()?;
+        loop {
+            graph.replay()?;
+            graph.finish()?;
+        }
+    }
+    let mut queue = Queue::open(wide.client(), &worker, &words)?;
+    let asked = queue.ask(wide.plan(), Direction::Scatter, &request)?;
+    let gate = Gate::new(&worker)?;
+    match state {
+        State::Waiting => {
+            queue.stream.enqueue(gate.words(), &[gate.wait()])?;
+            queue.put(&asked)?;
+        }
+        State::Rung => {
+            queue.put(&asked)?;
+            eventually("the bell has rung", || Ok(queue.has_rung(&asked)?.then_some(())))?;
+        }
+        _ => {}
+    }
+    until_told()
 }
 
 fn publish(setup: &Setup, max_selected: u64, how: Allocator) -> Result<Wide> {

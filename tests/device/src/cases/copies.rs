@@ -31,7 +31,7 @@ pub(crate) fn fp64(setup: &Setup) -> Result<String> {
 }
 
 /// Invalid rows of all kinds among valid ones; the first pair repeats on gather only.
-fn rows(direction: Direction, count: i64) -> Vec<i64> {
+pub(super) fn rows(direction: Direction, count: i64) -> Vec<i64> {
     let first = if direction == Direction::Gather { 2 } else { -1 };
     vec![2, first, -1, 0, count, count - 1, i64::MIN, 1, i64::MAX, i64::from(i32::MIN)]
 }
@@ -43,7 +43,7 @@ pub(super) fn both_widths(direction: Direction, count: i64) -> [Indices; 2] {
 }
 
 /// As INT32, where the extremes of INT64 are those of INT32.
-fn narrow(rows: &[i64]) -> Vec<i32> {
+pub(super) fn narrow(rows: &[i64]) -> Vec<i32> {
     rows.iter()
         .map(|row| i32::try_from(*row).unwrap_or(if *row < 0 { i32::MIN } else { i32::MAX }))
         .collect()
@@ -72,7 +72,7 @@ fn plan_kind(setup: &Setup, dtype: DataType, kind: PlanKind) -> Result<String> {
 }
 
 /// So many rows below `rows`, each once.
-fn distinct(random: &mut Random, rows: u64, count: u64) -> Vec<i64> {
+pub(super) fn distinct(random: &mut Random, rows: u64, count: u64) -> Vec<i64> {
     let mut left: Vec<i64> = (0..rows.cast_signed()).collect();
     (0..count)
         .map(|_| {

@@ -19,6 +19,8 @@ use crate::worker::{State, Worker, worker_bytes};
 const SLACK_BYTES: u64 = 96 << 20;
 /// The bound of the contract's scenario is 2 s, and what is asserted is ten times that.
 const BACK_WITHIN: Duration = Duration::from_secs(20);
+/// How many workers are killed while memory is looked at.
+const ROUNDS: u64 = 3;
 
 fn layers() -> Result<Vec<(CacheLayout, u64)>> {
     let layout = CacheLayout::with_page_stride(DataType::Float32, [6, 4, 32, 32], 3 * 4 * 1_024)?;
@@ -45,7 +47,42 @@ pub(crate) fn copying_worker(setup: &Setup) -> Result<String> {
     killed(setup, State::Copying)
 }
 
-/// Kills a worker in a state, while another one copies.
+pub(crate) fn unrung_worker(setup: &Setup) -> Result<String> {
+    killed_in_a_stream(setup, State::Unrung, 0)
+}
+
+pub(crate) fn waiting_worker(setup: &Setup) -> Result<String> {
+    killed_in_a_stream(setup, State::Waiting, 0)
+}
+
+pub(crate) fn rung_worker(setup: &Setup) -> Result<String> {
+    killed_in_a_stream(setup, State::Rung, 1)
+}
+
+pub(crate) fn replaying_worker(setup: &Setup) -> Result<String> {
+    killed(setup, State::Replaying)
+}
+
+/// Kills a worker whose stream has a scatter, and counts how many of these were made for each worker.
+fn killed_in_a_stream(setup: &Setup, state: State, landing: u64) -> Result<String> {
+    let scatters = || {
+        let device = setup.client()?.inspect()?.devices.into_iter().next().context("a device")?;
+        let mut counters = device.counters.into_iter();
+        let of_scatters = counters.find(|counter| {
+            counter.name == "statecopy_copies_total" && counter.label == Direction::Scatter.label()
+        });
+        anyhow::Ok(of_scatters.context("a counter")?.value)
+    };
+    let before = scatters()?;
+    let seen = killed(setup, state)?;
+    let of_the_other = 2 * (1 + 2 * ROUNDS);
+    let expected = before + of_the_other + landing * (1 + ROUNDS);
+    let landed = scatters()?;
+    ensure!(landed == expected, "{landed} scatters were made, not {expected}");
+    Ok(format!("{landing} scatter of each landed; {seen}"))
+}
+
+/// Kills a worker in a state, one time and [`ROUNDS`], while another one copies: two scatters before, and four each round.
 fn killed(setup: &Setup, state: State) -> Result<String> {
     let gpu = setup.gpu()?;
     let mut other = rig(setup, &setup.socket, Allocator::Default)?;
@@ -58,7 +95,7 @@ fn killed(setup: &Setup, state: State) -> Result<String> {
         Ok((sessions()? <= before).then_some(()))
     })?;
     let mut times = Vec::new();
-    for round in 0..3 {
+    for round in 0..ROUNDS {
         let free = steady(&gpu)?;
         let worker = Worker::start(setup, state)?;
         let used = free.saturating_sub(gpu.free_bytes()?);

@@ -14,7 +14,7 @@ use crate::watch::Watch;
 use super::copies::both_widths;
 
 /// A word that no other copy of a case has.
-fn word(number: u64) -> u64 {
+pub(super) fn word(number: u64) -> u64 {
     (number + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
@@ -30,31 +30,31 @@ pub(crate) fn producers(setup: &Setup) -> Result<String> {
     let begun = Instant::now();
     let mut slow = 0;
     for turn in 0..turns {
-        for (queue, stream) in queues.iter_mut().zip(0..) {
-            let entry = turn * STREAMS + stream;
+        for (queue, slot) in queues.iter_mut().zip(0..) {
+            let entry = turn * STREAMS + slot;
             // Not all streams at once: short producers meet long ones.
-            let is_slow = (turn + 5 * stream) % (turns / slow_turns) == 7;
+            let is_slow = (turn + 5 * slot) % (turns / slow_turns) == 7;
             let takes = if is_slow { long } else { Duration::ZERO };
-            let row = stream * (ROWS / STREAMS) + turn % (ROWS / STREAMS);
-            bed.name_row(queue, stream, row.cast_signed(), takes)?;
+            let row = slot * (ROWS / STREAMS) + turn % (ROWS / STREAMS);
+            bed.name_row(&mut queue.stream, slot, row.cast_signed(), takes)?;
             if turn % 2 == 0 {
-                bed.fill_row(queue, row, word(entry))?;
-                bed.order(queue, Direction::Gather, stream)?;
+                bed.fill_row(&mut queue.stream, row, word(entry))?;
+                bed.order(queue, Direction::Gather, slot)?;
             } else {
-                bed.fill_slot(queue, stream, word(entry))?;
-                bed.order(queue, Direction::Scatter, stream)?;
+                bed.fill_slot(&mut queue.stream, slot, word(entry))?;
+                bed.order(queue, Direction::Scatter, slot)?;
             }
             if is_slow {
                 slow += 1;
                 ensure!(!queue.stream.is_idle()?, "the producer was waited for");
             }
             if turn % 2 == 0 {
-                bed.log_slot(queue, stream, entry)?;
+                bed.log_slot(&mut queue.stream, slot, entry)?;
             } else {
-                bed.log_row(queue, row, entry)?;
+                bed.log_row(&mut queue.stream, row, entry)?;
             }
             // An index that is read too early, or by the next copy, is that of no row.
-            bed.name_row(queue, stream, -1, Duration::ZERO)?;
+            bed.name_row(&mut queue.stream, slot, -1, Duration::ZERO)?;
         }
     }
     queues.iter().try_for_each(Queue::finish)?;
