@@ -121,6 +121,8 @@ pub(crate) struct Totals {
     pub(crate) region_bytes: u64,
     /// Published layers.
     pub(crate) layers: u64,
+    /// Armed slots of captured graphs.
+    pub(crate) graph_slots: u64,
     /// Descriptors that wait for the registration of their region.
     pub(crate) descriptors_pending: u64,
 }
@@ -491,6 +493,7 @@ impl Sessions {
             if let Ok(publication) = session.state.published() {
                 totals.layers += publication.layers.len() as u64;
             }
+            totals.graph_slots += session.armed_slots();
             totals.descriptors_pending += u64::from(session.descriptors_pending);
         }
         totals

@@ -25,8 +25,8 @@ impl Sessions {
                     .about("slot")
                     .remedied_by("Arm the next slot, or disarm the pair first."));
             }
-            let armed: u64 = session.graphs.values().map(|slots| slots.len() as u64).sum();
-            within("armed slots of graphs", "limits.graph_slots_max", armed + 1, max.into())
+            let wanted = session.armed_slots() + 1;
+            within("armed slots of graphs", "limits.graph_slots_max", wanted, max.into())
         })
     }
 

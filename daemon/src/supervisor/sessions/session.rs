@@ -149,6 +149,11 @@ impl Session {
         })
     }
 
+    /// How many slots of captured graphs are armed.
+    pub(super) fn armed_slots(&self) -> u64 {
+        self.graphs.values().map(|slots| slots.len() as u64).sum()
+    }
+
     /// Sends an event. Returns whether the stream was ended because its client does not read.
     pub(super) fn send_event(&mut self, event: v1::Event) -> bool {
         let Some(events) = &self.events else {

@@ -82,6 +82,11 @@ pub(crate) const REGION_BYTES: Metric = gauge(
     "Bytes of registered regions; memory that is registered twice counts twice.",
 );
 pub(crate) const LAYERS: Metric = gauge("statecopy_layers", Unit::Count, "Published layers.");
+pub(crate) const GRAPH_SLOTS: Metric = gauge(
+    "statecopy_graph_slots",
+    Unit::Count,
+    "Copies of captured graphs that are armed. While there are any the executor looks for their bells.",
+);
 pub(crate) const DESCRIPTORS_PENDING: Metric = gauge(
     "statecopy_descriptors_pending",
     Unit::Count,
@@ -211,7 +216,7 @@ pub(crate) const DEVICE_ORDERED_COPY: Metric = gauge(
 );
 
 /// All of them.
-pub(crate) const METRICS: [Metric; 40] = [
+pub(crate) const METRICS: [Metric; 41] = [
     BUILD_INFO,
     UPTIME,
     READY,
@@ -225,6 +230,7 @@ pub(crate) const METRICS: [Metric; 40] = [
     REGIONS,
     REGION_BYTES,
     LAYERS,
+    GRAPH_SLOTS,
     DESCRIPTORS_PENDING,
     REQUESTS_PENDING,
     REFUSALS,

@@ -49,6 +49,7 @@ struct Gauges {
     regions: Gauge,
     region_bytes: Gauge,
     layers: Gauge,
+    graph_slots: Gauge,
     descriptors_pending: Gauge,
     requests_pending: Gauge,
 }
@@ -220,6 +221,7 @@ impl Gauges {
             regions: gauge(&declared::REGIONS),
             region_bytes: gauge(&declared::REGION_BYTES),
             layers: gauge(&declared::LAYERS),
+            graph_slots: gauge(&declared::GRAPH_SLOTS),
             descriptors_pending: gauge(&declared::DESCRIPTORS_PENDING),
             requests_pending: gauge(&declared::REQUESTS_PENDING),
         }
@@ -236,6 +238,7 @@ impl Gauges {
         self.regions.set(float(totals.regions));
         self.region_bytes.set(float(totals.region_bytes));
         self.layers.set(float(totals.layers));
+        self.graph_slots.set(float(totals.graph_slots));
         self.descriptors_pending.set(float(totals.descriptors_pending));
         self.requests_pending.set(float(snapshot.requests_pending));
     }

@@ -120,6 +120,10 @@ async fn a_session_arms_as_many_slots_as_are_allowed_and_its_end_forgets_them() 
         let refused = Refusal::from_status(&refused).unwrap();
         assert_eq!(refused.subject(), "limits.graph_slots_max");
         disarm(&daemon, &worker, 64).await.unwrap();
+        assert_eq!(daemon.metric("statecopy_graph_slots").await, "1");
         arm(&daemon, slot(&worker, &binding, 65, 2)).await.unwrap();
+        let request = v1::CloseRequest { session: worker.session() };
+        daemon.sessions().close(request).await.unwrap();
+        assert_eq!(daemon.metric("statecopy_graph_slots").await, "0");
     }
 }
