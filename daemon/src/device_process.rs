@@ -31,6 +31,7 @@ use preparer::Preparer;
 use serving::serve;
 
 mod checks;
+mod commands;
 mod compiled;
 mod copying;
 mod counts;

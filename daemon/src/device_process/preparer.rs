@@ -18,9 +18,9 @@ use crate::record::{
 };
 
 use super::checks::check;
+use super::commands::ExecutorHandle;
 use super::compiled::{CompiledTable, Tables};
 use super::counts::RingCounts;
-use super::executor::ExecutorHandle;
 use super::plans::{self, Absent, Published, bind_awake};
 use super::streams::Streams;
 use super::table::{Bound, Regions, SessionTable, Targets, Terms, awake, selected_max};

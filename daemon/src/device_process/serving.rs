@@ -9,7 +9,7 @@ use statecopy_session::{Identity, LayoutError, PairNumber, Parameters, SessionMe
 
 use crate::link::{self, FindingMessage, LinkError, PIECES_A_PART, Reply, Request};
 use crate::record::{
-    LayerRecord, Progress, RebindRecord, RegistrationRecord, RingInspection, SetRecord, SlotRecord,
+    Progress, RebindRecord, RegistrationRecord, RingInspection, SetRecord, SlotRecord,
 };
 
 use super::preparer::Preparer;
@@ -87,9 +87,7 @@ fn answer<D: Device>(
         }
         Request::DropRegion { session, region } => Ok(done(preparer.drop_region(session, region))),
         Request::Register { session, layers, sets, last, resumed } => {
-            let layers: Result<Vec<LayerRecord>, _> =
-                layers.into_iter().map(TryInto::try_into).collect();
-            parts.registration.layers.extend(layers?);
+            parts.registration.layers.extend(parsed(layers)?);
             parts.registration.sets.extend(sets.into_iter().map(SetRecord::from));
             if !last {
                 return Ok(vec![Reply::Taken]);
@@ -101,27 +99,21 @@ fn answer<D: Device>(
             register(link, id, preparer, session, registration)
         }
         Request::Rebind { session, layers, last } => {
-            let layers: Result<Vec<RebindRecord>, _> =
-                layers.into_iter().map(TryInto::try_into).collect();
-            parts.moves.extend(layers?);
-            if !last {
-                return Ok(vec![Reply::Taken]);
-            }
-            Ok(done(preparer.rebind(session, &std::mem::take(&mut parts.moves))))
+            parts.moves.extend(parsed(layers)?);
+            Ok(match last {
+                false => vec![Reply::Taken],
+                true => done(preparer.rebind(session, &std::mem::take(&mut parts.moves))),
+            })
         }
         Request::ArmGraphs { session, slots, last, resumed } => {
-            let slots: Result<Vec<SlotRecord>, _> =
-                slots.into_iter().map(TryInto::try_into).collect();
-            parts.slots.extend(slots?);
-            if !last {
-                return Ok(vec![Reply::Taken]);
-            }
-            Ok(done(preparer.arm(session, std::mem::take(&mut parts.slots), resumed)))
+            parts.slots.extend(parsed::<_, SlotRecord>(slots)?);
+            Ok(match last {
+                false => vec![Reply::Taken],
+                true => done(preparer.arm(session, std::mem::take(&mut parts.slots), resumed)),
+            })
         }
         Request::DisarmGraph { session, pair } => {
-            let none = LinkError::OutOfTurn("a pair that no graph has");
-            let pair = PairNumber::of_graph(pair).ok_or(none)?;
-            Ok(done(preparer.disarm(session, pair)))
+            Ok(done(preparer.disarm(session, pair_of(pair)?)))
         }
         Request::Drain => Ok(done(preparer.drain())),
         Request::ReleaseLayers { session } => Ok(done(preparer.withdraw(session))),
@@ -139,6 +131,18 @@ fn answer<D: Device>(
             in_parts(findings, |findings, last| Reply::Inspected { findings, last })
         }
     }
+}
+
+fn pair_of(number: u32) -> Result<PairNumber, LinkError> {
+    PairNumber::of_graph(number).ok_or(LinkError::OutOfTurn("a pair that no graph has"))
+}
+
+/// The records of one part.
+fn parsed<M, R>(messages: Vec<M>) -> Result<Vec<R>, LinkError>
+where
+    R: TryFrom<M, Error = LinkError>,
+{
+    messages.into_iter().map(R::try_from).collect()
 }
 
 /// Maps a worker's session memory.
