@@ -6,10 +6,12 @@
 //!
 //! Nothing here moves bytes or waits for a copy.
 
+mod leaving;
 mod pool;
 mod ranges;
 mod regions;
 mod shelf;
 
+pub use leaving::StreamOrder;
 pub use pool::{Buffer, Pool, PoolCounters};
 pub use regions::{RegionCounters, Regions};

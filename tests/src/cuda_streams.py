@@ -13,7 +13,7 @@ import threading
 import time
 
 import statecopy
-from cuda_tensors import FLOAT, INT, UINT, Managed, Memory, call, enter, pythonapi, read
+from cuda_tensors import FLOAT, INT, UINT, Managed, Memory, call, driver, enter, pythonapi, read
 from statecopy import _core
 
 ROWS, PAYLOAD = 12, 2 * 3 * 8
@@ -53,6 +53,13 @@ class Stream:
 
     def synchronise(self):
         call("cuStreamSynchronize", self.handle)
+
+    def is_done_within(self, seconds):
+        deadline = time.monotonic() + seconds
+        while driver.cuStreamQuery(self.handle) != 0:
+            if time.monotonic() >= deadline:
+                return False
+        return True
 
     def capture(self, copies):
         """A graph of what `copies` asks of the stream, and what `copies` gives."""
@@ -385,13 +392,56 @@ lost.hooks.kept.clear()
 others = [lost.plan.gather(lost.rows(row)) for row in range(ROWS)]
 stream.synchronise()
 assert address not in {other.address for other in others}
+lost.client.trim()
 graph.replay(stream)
 stream.synchronise()
+lost.client.check()
 assert holds(Wrapped(address), 4) and all(holds(other, row + 1) for row, other in enumerate(others))
 graph.end()
 lost.client.close()
 held("a buffer of the pool that a graph writes is nobody else's")
 
+small = Bed(pooled=True, pool_bytes_max=5 << 20)
+first, other, third = Stream(), Stream(), Stream()
+small.hooks.use(first)
+kept = [small.plan.gather(small.rows(row)) for row in (3, 4)]
+first.hold()
+del kept
+small.hooks.kept.clear()
+misses = small.client.counters()["pool_misses"]
+
+
+def take_over():
+    small.hooks.use(other)
+    return [small.plan.gather(small.rows(row)) for row in (5, 6)]
+
+
+capture, taken = third.capture(take_over)
+assert small.client.counters()["pool_misses"] == misses, "there is no room for another one"
+assert not other.is_done_within(0.2), "the first stream may read it yet"
+first.go_on()
+other.synchronise()
+assert all(holds(result, row) for result, row in zip(taken, (6, 7), strict=True))
+capture.end()
+held("a buffer of the pool changes streams in order, and neither the host waits nor a capture ends")
+
+large = Memory(16 << 20)
+large.write(b"\x05" * large.nbytes)
+plan = small.client.register({"large": large.view((4, 1, 1024, 1024))}, max_selected=1)["large"]
+other.hold()
+small.hooks.use(other)
+del taken
+small.hooks.kept.clear()
+small.hooks.use(third)
+result = plan.gather(small.rows(2))
+third.synchronise()
+assert read(result.address, 4 << 20) == b"\x05" * (4 << 20), "nobody waited for the other stream"
+other.go_on()
+assert small.client.counters()["pool_bytes"] <= 5 << 20
+small.client.close()
+held("what is given up is freed once its stream is past it")
+
+plan = bed.plan
 plain = Bed(completion="host")
 stream = plain.hooks.use(Stream())
 result = plain.plan.gather(plain.rows(2))

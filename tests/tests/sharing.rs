@@ -73,7 +73,7 @@ fn a_buffer_that_came_back_is_lent_again_without_the_daemon() {
     let daemon = Daemon::start();
     let client = connect(&daemon);
     let (_cache, plan) = layer(&client, &Regions::new(&client));
-    let pool = Pool::new(&client, None);
+    let pool = Pool::new(&client, None, None);
     let first = pool.take(PAYLOAD as u64, 0).unwrap();
     gathers(&plan, &first);
     let address = first.address();
@@ -95,7 +95,7 @@ fn a_buffer_that_came_back_is_lent_again_without_the_daemon() {
 fn a_tensor_in_a_lent_buffer_is_found_and_one_in_a_free_buffer_is_not() {
     let daemon = Daemon::start();
     let client = connect(&daemon);
-    let pool = Pool::new(&client, None);
+    let pool = Pool::new(&client, None, None);
     assert!(pool.find(0, 1).is_none());
     let buffer = pool.take(4096, 0).unwrap();
     let (at, bytes) = (buffer.address(), buffer.bytes());
@@ -110,7 +110,7 @@ fn a_tensor_in_a_lent_buffer_is_found_and_one_in_a_free_buffer_is_not() {
 fn a_full_pool_says_its_limit_and_goes_on_when_something_came_back() {
     let daemon = Daemon::start();
     let client = connect(&daemon);
-    let pool = Pool::new(&client, Some(1 << 20));
+    let pool = Pool::new(&client, Some(1 << 20), None);
     let half = pool.take(512 << 10, 0).unwrap();
     let Error::Refused(refusal) = pool.take(768 << 10, 0).unwrap_err() else { panic!() };
     assert_eq!(refusal.code(), RefusalCode::QuotaExceeded);
@@ -134,7 +134,7 @@ fn buffers_outlive_the_daemon_and_serve_with_the_next_one() {
     let client = connect(&daemon);
     let known = Regions::new(&client);
     let (_cache, plan) = layer(&client, &known);
-    let pool = Pool::new(&client, None);
+    let pool = Pool::new(&client, None, None);
     let (lent, free) = (pool.take(4096, 0).unwrap(), pool.take(4096, 0).unwrap());
     let free_at = free.address();
     drop(free);
@@ -158,7 +158,7 @@ fn a_pool_without_a_daemon_is_trimmed_all_the_same() {
         ConnectOptions { wait_for: PATIENCE, call_timeout: TIMEOUT, ..ConnectOptions::default() };
     let address = Address::in_directory(daemon.runtime()).unwrap();
     let client = Client::connect(address, options).unwrap();
-    let (pool, known) = (Pool::new(&client, None), Regions::new(&client));
+    let (pool, known) = (Pool::new(&client, None, None), Regions::new(&client));
     let held = holder();
     let memories: Vec<Memory> =
         (0..64).map(|_| client.allocate("operand", 4096).unwrap()).collect();
@@ -178,7 +178,7 @@ fn a_pool_without_a_daemon_is_trimmed_all_the_same() {
 fn buffers_of_a_closed_client_come_back_to_nobody() {
     let daemon = Daemon::start();
     let client = connect(&daemon);
-    let pool = Pool::new(&client, None);
+    let pool = Pool::new(&client, None, None);
     let (lent, free) = (pool.take(4096, 0).unwrap(), pool.take(4096, 0).unwrap());
     let memory = lent.memory().unwrap().clone();
     drop(free);
@@ -189,7 +189,7 @@ fn buffers_of_a_closed_client_come_back_to_nobody() {
     drop(lent);
     assert_eq!((pool.counters().buffers, pool.counters().bytes), (0, 0));
     assert!(matches!(pool.take(4096, 0), Err(Error::Closed)));
-    let gone = Pool::new(&connect(&daemon), None);
+    let gone = Pool::new(&connect(&daemon), None, None);
     let last = gone.take(4096, 0).unwrap();
     drop(gone);
     until("the session went with its client", || daemon.inspect().sessions.is_empty());
@@ -257,7 +257,7 @@ fn of_many_regions_the_least_recently_used_are_released_and_pinned_ones_never() 
     assert!(place(&memories[1]).is_none(), "nothing new once frozen");
     assert_eq!(known.trim(), 256 * 4096);
     assert_eq!(regions(&daemon), 1);
-    let pool = Pool::new(&client, None);
+    let pool = Pool::new(&client, None, None);
     gathers(&plan, &pool.take(4096, 0).unwrap());
     known.pin_only(&[]);
     assert_eq!((known.counters().kept, known.trim()), (0, 0));
@@ -275,7 +275,7 @@ fn the_daemons_own_limit_makes_room_by_releasing_what_nobody_pinned() {
     for memory in &memories {
         assert!(known.of_memory(memory, weak(&held), 0, 16).unwrap().is_some());
     }
-    let pool = Pool::new(&client, None);
+    let pool = Pool::new(&client, None, None);
     known.trim();
     let lent: Vec<Buffer> = (0..7).map(|_| pool.take(16, 0).unwrap()).collect();
     assert!(
@@ -292,7 +292,7 @@ fn threads_share_a_pool_and_what_is_known_of_memory() {
     let client = connect(&daemon);
     let known = Regions::new(&client);
     let (_cache, plan) = layer(&client, &known);
-    let pool = Pool::new(&client, Some(16 << 20));
+    let pool = Pool::new(&client, Some(16 << 20), None);
     let held = holder();
     thread::scope(|scope| {
         for worker in 0..4_u8 {
@@ -326,27 +326,29 @@ fn threads_share_a_pool_and_what_is_known_of_memory() {
 }
 
 #[test]
-fn a_device_buffer_of_another_stream_is_waited_for_once() {
+fn a_device_buffer_stays_with_its_stream_where_there_is_no_order_of_streams() {
     let bed = CudaBed::default();
     let daemon = bed.daemon().start();
     let mut worker = CudaWorker::register(&bed, bed.client(&daemon), bed.allocate(1 << 20, PIECES));
-    let pool = Pool::new(&worker.client, None);
+    let pool = Pool::new(&worker.client, Some(3 * GRANULARITY_BYTES), None);
     let waits = || bed.report(process::id()).count(Function::cuCtxSynchronize);
-    let [first, second] = [(); 2].map(|()| pool.take(4096, 1).unwrap());
-    assert_eq!(first.bytes(), GRANULARITY_BYTES);
-    drop((first, second));
     let before = waits();
-    drop(pool.take(4096, 1).unwrap());
-    assert_eq!(waits(), before, "its own stream keeps the order");
-    let other = pool.take(4096, 2).unwrap();
-    assert_eq!(waits(), before + 1);
-    let settled = pool.take(4096, 2).unwrap();
-    assert_eq!((waits(), pool.counters().misses), (before + 1, 2), "one wait settles all");
-    let gathered = Request::new(Indices::Int32(&[1, -1]), other.slice().clone());
+    let first = pool.take(4096, 1).unwrap();
+    let address = first.address();
+    assert_eq!(first.bytes(), GRANULARITY_BYTES);
+    drop(first);
+    assert_eq!(pool.take(4096, 1).unwrap().address(), address);
+    let others = [(); 2].map(|()| pool.take(4096, 2).unwrap());
+    assert!(others.iter().all(|other| other.address() != address));
+    // No room: the first one is given up, and not freed before somebody may wait.
+    let third = pool.take(4096, 2).unwrap();
+    assert_eq!((waits(), pool.counters().misses), (before, 4));
+    let gathered = Request::new(Indices::Int32(&[1, -1]), third.slice().clone());
     worker.plan.gather(gathered).unwrap();
-    assert!(pool.find(settled.address(), 4096).is_some());
-    drop((other, settled));
-    assert_eq!(pool.trim(), 2 * GRANULARITY_BYTES);
+    assert!(pool.find(third.address(), 4096).is_some());
+    drop((others, third));
+    assert_eq!(pool.trim(), 4 * GRANULARITY_BYTES);
+    assert!(waits() > before);
     worker.copy_both_ways();
 }
 

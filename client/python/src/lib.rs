@@ -22,6 +22,7 @@ mod graphs;
 mod hooks;
 mod memory;
 mod operands;
+mod order;
 mod pending;
 mod plan;
 mod regions;

@@ -20,6 +20,7 @@ use crate::export::{self, Owner};
 use crate::fork::Birth;
 use crate::hooks::Hooks;
 use crate::memory::{Device, Place, Tensor, dense_strides};
+use crate::order::Order;
 use crate::regions::Regions;
 use crate::streams::Streams;
 use crate::sync::{AtomicBool, AtomicU32, Ordering};
@@ -93,7 +94,7 @@ impl Session {
             streams,
             timeout,
             makes_none: AtomicBool::new(false),
-            pool: Pool::new(&client, pool_bytes_max),
+            pool: Pool::new(&client, pool_bytes_max, guest.as_ref().map(Order::of)),
             regions: Regions::new(&client),
             client,
             guest,

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use statecopy_kernels::cuda::{CudaGuest, GuestMemory};
 use statecopy_proto::{Refusal, RefusalCode};
 
+use super::leaving::{Leaving, StreamOrder};
 use super::ranges::Ranges;
 use super::shelf::{Full, Room, Shelf, Taken};
 use crate::blocking::Client;
@@ -27,7 +28,8 @@ const BYTES_MAX: u64 = 16 << 30;
 /// The pool of one client: memory files on the host device, device memory on a CUDA device.
 ///
 /// A buffer has at most twice as many bytes as were asked for, or 64 KiB on the host and 2 MiB on a CUDA device. Free ones are
-/// given up, those that were given back longest ago first, when room is wanted. Clones are the same pool.
+/// given up, those that were given back longest ago first, when room is wanted; what a stream may still reach is freed once it is
+/// past it. Clones are the same pool.
 #[derive(Debug, Clone)]
 pub struct Pool {
     inner: Arc<Inner>,
@@ -52,6 +54,7 @@ pub struct PoolCounters {
 struct Inner {
     client: Client,
     bytes_max: Option<u64>,
+    order: Option<Arc<dyn StreamOrder>>,
     /// There from the first buffer on: the driver is opened no earlier.
     opened: OnceLock<Opened>,
 }
@@ -74,8 +77,7 @@ struct Books {
     shelf: Shelf<Block>,
     /// Those that are lent, by their addresses.
     lent: Ranges<Slice>,
-    /// Those that are not used again, until somebody may wait for the daemon.
-    condemned: Vec<Block>,
+    leaving: Leaving<Block>,
     closed: bool,
     hits: u64,
     misses: u64,
@@ -93,8 +95,7 @@ struct Block {
 #[derive(Debug)]
 enum Backing {
     Host(Memory),
-    /// Held for its drop.
-    Device(#[expect(dead_code, reason = "nobody here looks into it")] GuestMemory),
+    Device(GuestMemory),
 }
 
 /// A buffer of a pool. It goes back when it is dropped, on whatever thread and without asking anybody; where the pool is gone,
@@ -112,16 +113,22 @@ pub struct Buffer {
 
 impl Pool {
     /// A pool that holds at most so many bytes, free and lent together; without a number, a quarter of the memory that is
-    /// available when the first buffer is taken, and at most 16 GiB.
+    /// available when the first buffer is taken, and at most 16 GiB. Without an order of streams a buffer of a CUDA device stays
+    /// with the stream that it was first taken for.
     #[must_use]
-    pub fn new(client: &Client, bytes_max: Option<u64>) -> Self {
+    pub fn new(
+        client: &Client,
+        bytes_max: Option<u64>,
+        order: Option<Arc<dyn StreamOrder>>,
+    ) -> Self {
         let (client, opened) = (client.clone(), OnceLock::new());
-        Self { inner: Arc::new(Inner { client, bytes_max, opened }) }
+        Self { inner: Arc::new(Inner { client, bytes_max, order, opened }) }
     }
 
     /// A buffer of at least so many bytes, with whatever was in it before. On a CUDA device, work of `stream` (a raw handle)
-    /// may follow on what earlier users asked for there; a buffer that another stream may still use is waited for, with
-    /// everything that this process has asked of the device. On the host the stream means nothing.
+    /// may follow on what earlier users asked for there. Where there is no room for another one, the stream is given one that
+    /// another stream may still use, and comes after what that one was asked until now. The host waits for nothing, and no capture
+    /// ends. A stream outlives the buffers that were taken for it. On the host the stream means nothing.
     ///
     /// # Errors
     /// QUOTA_EXCEEDED when too many bytes are lent, or the daemon takes no more regions; what
@@ -131,15 +138,17 @@ impl Pool {
         let stream = opened.stream(stream);
         let taken = {
             let mut books = lock(&opened.books);
-            let taken = books.shelf.take(bytes, stream);
-            if taken.is_some() {
-                books.hits += 1;
+            let shelf = &mut books.shelf;
+            let settled = shelf.take_settled(bytes, stream);
+            match settled.map(|value| Taken { value, busy_on: None }) {
+                None if !shelf.class_bytes(bytes).is_some_and(|class| shelf.has_room(class)) => {
+                    shelf.take(bytes, stream)
+                }
+                settled => settled,
             }
-            taken
         };
-        let block = match taken {
-            Some(Taken { value: block, busy_on: None }) => block,
-            Some(Taken { value: block, busy_on }) => opened.settle(block, busy_on)?,
+        let block = match taken.and_then(|taken| self.inner.ordered(opened, taken, stream)) {
+            Some(block) => block,
             None => self.inner.make(opened, bytes)?,
         };
         Ok(self.lend(&mut lock(&opened.books), block, stream))
@@ -195,13 +204,16 @@ impl Pool {
     /// Gives up every free buffer. The answer is how many bytes that were.
     pub fn trim(&self) -> u64 {
         let Some(opened) = self.inner.opened.get() else { return 0 };
-        let free = {
+        let mut free = {
             let mut books = lock(&opened.books);
-            let mut free = books.shelf.clear();
-            free.append(&mut books.condemned);
+            let Books { shelf, leaving, .. } = &mut *books;
+            let mut free = leaving.add(shelf.clear(), self.inner.order.as_deref());
+            free.append(&mut opened.reached(leaving));
             free
         };
-        let bytes = free.iter().map(|block| block.bytes).sum();
+        let mut bytes = self.inner.give_back(free);
+        free = lock(&opened.books).leaving.take();
+        bytes += free.iter().map(|block| block.bytes).sum::<u64>();
         self.inner.release(&free);
         bytes
     }
@@ -246,7 +258,7 @@ impl Inner {
         let books = Mutex::new(Books {
             shelf,
             lent: Ranges::default(),
-            condemned: Vec::new(),
+            leaving: Leaving::default(),
             closed: false,
             hits: 0,
             misses: 0,
@@ -260,22 +272,24 @@ impl Inner {
             let mut books = lock(&opened.books);
             let class = books.shelf.class_bytes(bytes).unwrap_or(u64::MAX);
             let room = books.shelf.room();
-            let mut given_up =
-                books.shelf.reserve(class).map_err(|full| quota(bytes, room, full))?;
-            given_up.append(&mut books.condemned);
+            let given_up = books.shelf.reserve(class).map_err(|full| quota(bytes, room, full))?;
             books.misses += 1;
-            (given_up, class)
+            let mut idle = books.leaving.add(given_up, self.order.as_deref());
+            idle.append(&mut opened.reached(&mut books.leaving));
+            (idle, class)
         };
-        self.release(&given_up);
-        drop(given_up);
+        self.give_back(given_up);
         let made = self.allocate(&opened.source, class).or_else(|error| {
-            let free = lock(&opened.books).shelf.clear();
-            if free.is_empty() {
+            let idle = {
+                let mut books = lock(&opened.books);
+                let Books { shelf, leaving, .. } = &mut *books;
+                leaving.add(shelf.clear(), self.order.as_deref())
+            };
+            if idle.is_empty() {
                 return Err(error);
             }
             // What lies free here may be what is lacking there.
-            self.release(&free);
-            drop(free);
+            self.give_back(idle);
             self.allocate(&opened.source, class)
         });
         if made.is_err() {
@@ -301,6 +315,43 @@ impl Inner {
         }
     }
 
+    /// A free buffer that the stream may use, behind those who may still; `None` where it cannot be put behind them, and stays free.
+    fn ordered(
+        &self,
+        opened: &Opened,
+        Taken { value: block, busy_on }: Taken<Block>,
+        stream: Option<u64>,
+    ) -> Option<Block> {
+        let comes_after = match (busy_on, stream, &self.order) {
+            (None, ..) => true,
+            (Some(other), Some(stream), Some(order)) => {
+                order.mark(other).is_some_and(|mark| order.order_after(stream, &mark))
+            }
+            (Some(_), ..) => false,
+        };
+        let mut books = lock(&opened.books);
+        if comes_after {
+            books.hits += 1;
+            return Some(block);
+        }
+        let bytes = block.bytes;
+        books.shelf.give_back(block, bytes, busy_on);
+        None
+    }
+
+    /// Gives up buffers that nothing reaches. The answer is how many bytes that were.
+    fn give_back(&self, idle: Vec<Block>) -> u64 {
+        self.release(&idle);
+        let bytes = idle.iter().map(|block| block.bytes).sum();
+        for block in idle {
+            match (block.backing, &self.order) {
+                (Backing::Device(memory), Some(order)) => order.give_back(memory),
+                (backing, _) => drop(backing),
+            }
+        }
+        bytes
+    }
+
     /// Gives the regions of free buffers back, before their memory goes.
     fn release(&self, blocks: &[Block]) {
         let regions = blocks.iter().map(|block| block.slice.region.clone());
@@ -317,20 +368,12 @@ impl Opened {
         }
     }
 
-    /// A buffer that nothing which this process asked of the device reaches any more.
-    fn settle(&self, block: Block, busy_on: Option<u64>) -> Result<Block, Error> {
-        let Source::Cuda(guest) = &self.source else { return Ok(block) };
-        let returns = lock(&self.books).shelf.returns();
-        match guest.settle() {
-            Ok(()) => {
-                lock(&self.books).shelf.settled(returns);
-                Ok(block)
-            }
-            Err(error) => {
-                let bytes = block.bytes;
-                lock(&self.books).shelf.give_back(block, bytes, busy_on);
-                Err(lacking(&error.to_string()))
-            }
+    /// Those that were given up and that nothing reaches by now.
+    fn reached(&self, leaving: &mut Leaving<Block>) -> Vec<Block> {
+        match &self.source {
+            // The daemon is done with what it released, and nobody else reaches it.
+            Source::Host => leaving.take(),
+            Source::Cuda(guest) => leaving.reached(guest),
         }
     }
 }
@@ -384,7 +427,7 @@ impl Drop for Buffer {
             drop(block);
         } else if self.discarded.load(Ordering::Relaxed) {
             books.shelf.strike(self.bytes);
-            books.condemned.push(block);
+            books.leaving.condemn(block);
         } else {
             books.shelf.give_back(block, self.bytes, self.stream);
         }

@@ -38,8 +38,6 @@ pub(super) struct Shelf<T> {
     lent: u64,
     lent_bytes: u64,
     free_bytes: u64,
-    /// How many came back.
-    returns: u64,
 }
 
 #[derive(Debug)]
@@ -47,22 +45,26 @@ struct Free<T> {
     bytes: u64,
     /// The stream whose work may still reach it.
     stream: Option<u64>,
-    /// Counts those that came back.
-    returned: u64,
     value: T,
 }
 
-/// A free one that fits.
+/// One that is free no more.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Taken<T> {
     pub(super) value: T,
-    /// Another stream, whose work may still reach it: see [`Shelf::settled`].
+    /// Another stream, whose work may still reach it.
     pub(super) busy_on: Option<u64>,
+}
+
+impl<T> Free<T> {
+    fn into_taken(self) -> Taken<T> {
+        Taken { value: self.value, busy_on: self.stream }
+    }
 }
 
 impl<T> Shelf<T> {
     pub(super) fn new(room: Room) -> Self {
-        Self { room, free: Vec::new(), lent: 0, lent_bytes: 0, free_bytes: 0, returns: 0 }
+        Self { room, free: Vec::new(), lent: 0, lent_bytes: 0, free_bytes: 0 }
     }
 
     /// How large a new buffer for so many bytes is; `None` past 64 bits.
@@ -108,8 +110,13 @@ impl<T> Shelf<T> {
         value
     }
 
+    /// Whether there is room for a new buffer without giving any up.
+    pub(super) fn has_room(&self, bytes: u64) -> bool {
+        self.bytes().checked_add(bytes).is_some_and(|bytes| bytes <= self.room.bytes_max)
+    }
+
     /// Makes room for a new buffer and counts it as lent. What is given up for it comes out.
-    pub(super) fn reserve(&mut self, bytes: u64) -> Result<Vec<T>, Full> {
+    pub(super) fn reserve(&mut self, bytes: u64) -> Result<Vec<Taken<T>>, Full> {
         let left = self.room.bytes_max.saturating_sub(self.lent_bytes);
         let Some(room) = left.checked_sub(bytes) else {
             return Err(Full { lent_bytes: self.lent_bytes });
@@ -124,7 +131,7 @@ impl<T> Shelf<T> {
         }
         self.lent_bytes += bytes;
         self.lent += 1;
-        Ok(self.free.drain(..given_up).map(|free| free.value).collect())
+        Ok(self.free.drain(..given_up).map(Free::into_taken).collect())
     }
 
     /// A lent one is no more: it could not be made, or is not given back.
@@ -137,25 +144,13 @@ impl<T> Shelf<T> {
     pub(super) fn give_back(&mut self, value: T, bytes: u64, stream: Option<u64>) {
         self.strike(bytes);
         self.free_bytes += bytes;
-        self.returns += 1;
-        self.free.push(Free { bytes, stream, returned: self.returns, value });
-    }
-
-    /// How many came back so far: to be remembered before a wait for the device.
-    pub(super) fn returns(&self) -> u64 {
-        self.returns
-    }
-
-    /// The device has done everything that was asked for when so many had come back.
-    pub(super) fn settled(&mut self, returns: u64) {
-        let done = self.free.iter_mut().filter(|free| free.returned <= returns);
-        done.for_each(|free| free.stream = None);
+        self.free.push(Free { bytes, stream, value });
     }
 
     /// Gives up all that are free.
-    pub(super) fn clear(&mut self) -> Vec<T> {
+    pub(super) fn clear(&mut self) -> Vec<Taken<T>> {
         self.free_bytes = 0;
-        self.free.drain(..).map(|free| free.value).collect()
+        self.free.drain(..).map(Free::into_taken).collect()
     }
 
     pub(super) fn room(&self) -> Room {
@@ -189,10 +184,16 @@ mod tests {
     fn stocked(buffers: &[(u64, Option<u64>)]) -> Shelf<usize> {
         let mut shelf = Shelf::new(ROOM);
         for (number, (bytes, stream)) in buffers.iter().enumerate() {
-            assert_eq!(shelf.reserve(*bytes), Ok(vec![]));
+            assert_eq!(reserved(&mut shelf, *bytes), Ok(vec![]));
             shelf.give_back(number, *bytes, *stream);
         }
         shelf
+    }
+
+    /// Those that are given up for a new one.
+    fn reserved(shelf: &mut Shelf<usize>, bytes: u64) -> Result<Vec<usize>, Full> {
+        let given_up = shelf.reserve(bytes)?;
+        Ok(given_up.into_iter().map(|taken| taken.value).collect())
     }
 
     fn taken(shelf: &mut Shelf<usize>, bytes: u64, stream: u64) -> Option<(usize, Option<u64>)> {
@@ -226,15 +227,13 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_for_the_device_settles_what_came_back_before_it() {
-        let mut shelf = stocked(&[(400, Some(2)), (600, Some(2))]);
-        let returns = shelf.returns();
-        assert_eq!(shelf.reserve(500), Ok(vec![]));
-        shelf.give_back(7, 500, Some(2));
-        shelf.settled(returns);
-        assert_eq!(taken(&mut shelf, 400, 1), Some((0, None)));
-        assert_eq!(taken(&mut shelf, 400, 1), Some((1, None)));
-        assert_eq!(taken(&mut shelf, 400, 1), Some((7, Some(2))));
+    fn what_is_given_up_names_the_stream_that_may_still_reach_it() {
+        let mut shelf = stocked(&[(4000, Some(2)), (3000, None), (3000, Some(1))]);
+        assert!(!shelf.has_room(1) && Shelf::<usize>::new(ROOM).has_room(10_000));
+        let given_up = shelf.reserve(4000).unwrap();
+        assert_eq!(given_up, [Taken { value: 0, busy_on: Some(2) }]);
+        let cleared = shelf.clear();
+        assert_eq!(cleared.iter().map(|taken| taken.busy_on).collect::<Vec<_>>(), [None, Some(1)]);
     }
 
     #[test]
@@ -242,11 +241,11 @@ mod tests {
         let mut shelf = stocked(&[(4000, None), (3000, None), (3000, None)]);
         assert_eq!(taken(&mut shelf, 4000, 1), Some((0, None)));
         shelf.give_back(0, 4000, None);
-        assert_eq!(shelf.reserve(2000), Ok(vec![1]));
-        assert_eq!(shelf.reserve(2000), Ok(vec![2]));
-        assert_eq!(shelf.reserve(6001), Err(Full { lent_bytes: 4000 }));
+        assert_eq!(reserved(&mut shelf, 2000), Ok(vec![1]));
+        assert_eq!(reserved(&mut shelf, 2000), Ok(vec![2]));
+        assert_eq!(reserved(&mut shelf, 6001), Err(Full { lent_bytes: 4000 }));
         assert_eq!((shelf.bytes(), shelf.buffers()), (8000, 3), "nothing was given up for nothing");
-        assert_eq!(shelf.reserve(6000), Ok(vec![0]));
+        assert_eq!(reserved(&mut shelf, 6000), Ok(vec![0]));
         assert_eq!((shelf.bytes(), shelf.lent_bytes(), shelf.buffers()), (10_000, 10_000, 3));
     }
 
@@ -275,7 +274,7 @@ mod tests {
                 } else {
                     let class = shelf.class_bytes(bytes).unwrap();
                     if let Ok(given_up) = shelf.reserve(class) {
-                        prop_assert!(given_up.iter().all(|gone| !lent.contains(gone)));
+                        prop_assert!(given_up.iter().all(|gone| !lent.contains(&gone.value)));
                         lent.push((number, class));
                     }
                 }
