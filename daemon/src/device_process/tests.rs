@@ -437,7 +437,7 @@ fn a_broken_ring_is_told_once_and_the_others_are_served() {
     let news = crate::link::decode::<Reply>(&bytes[..received.bytes]).unwrap();
     assert_eq!(news.id, 0);
     assert!(matches!(news.body, Reply::RingBroken { session: SessionId(2), .. }), "{news:?}");
-    assert_eq!(rig.counters.get(Counter::RingsBroken), 1);
+    // The news may be heard before it is counted, the answer to a later request may not.
     assert!(rig.run(&request, &[0]).is_ok());
     assert_eq!(rig.counters.get(Counter::RingsBroken), 1, "told once");
     assert!(ring.try_submit(&request, &0_i32.to_ne_bytes(), &[]).is_ok());

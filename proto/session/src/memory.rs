@@ -207,7 +207,8 @@ impl SessionMemory {
     #[must_use]
     pub fn pair(&self, pair: PairNumber) -> MappedPair {
         assert!(self.parameters.lane_slots() > 0, "the memory has pairs");
-        MappedPair { words: self.words(), pair }
+        let (bell_at, done_at) = (self.parameters.bell_at(pair), self.parameters.done_at(pair));
+        MappedPair { mapping: Arc::clone(&self.mapping), bell_at, done_at }
     }
 
     /// The lanes with something to take, a bit each; the executor takes the bits with it.
@@ -434,22 +435,21 @@ impl LaneWords for MappedLane {
     }
 }
 
-/// The words of one pair in mapped memory.
+/// The words of one pair in mapped memory. It knows their places: bells are looked at by the hundred, again and again.
 #[derive(Debug, Clone)]
 pub struct MappedPair {
-    words: MappedWords,
-    pair: PairNumber,
+    mapping: Arc<Mapping>,
+    bell_at: u64,
+    done_at: u64,
 }
 
 impl PairWords for MappedPair {
     fn bell(&self) -> Word64<'_> {
-        let at = self.words.parameters.bell_at(self.pair);
-        Word64::new(inside(self.words.mapping.atomic_u64(at)))
+        Word64::new(inside(self.mapping.atomic_u64(self.bell_at)))
     }
 
     fn done(&self) -> Word64<'_> {
-        let at = self.words.parameters.done_at(self.pair);
-        Word64::new(inside(self.words.mapping.atomic_u64(at)))
+        Word64::new(inside(self.mapping.atomic_u64(self.done_at)))
     }
 }
 
