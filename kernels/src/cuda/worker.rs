@@ -431,7 +431,9 @@ impl WorkerStream {
         unsafe { self.guest.synchronize(self.handle()) }
     }
 
-    fn handle(&self) -> u64 {
+    /// The stream, as the driver names it.
+    #[must_use]
+    pub fn handle(&self) -> u64 {
         self.stream.0 as u64
     }
 

@@ -429,3 +429,28 @@ fn a_thread_keeps_its_context_whatever_a_guest_does_with_streams() {
     assert_eq!(more(Function::cuCtxPushCurrent_v2), more(Function::cuCtxPopCurrent_v2));
     assert_eq!(more(Function::cuCtxSetCurrent), 0);
 }
+
+#[test]
+fn a_stream_of_another_device_is_refused_and_nothing_is_put_on_it() {
+    let other = StubDevice { uuid: [9; 16], name: "other".to_owned(), ..StubDevice::default() };
+    let bed = Bed::over(Stub::create_with(&[StubDevice::default(), other]).unwrap());
+    let worker = Worker::new(&bed);
+    let own = worker.stream();
+    let elsewhere = bed.exporter.worker(CudaSelector::Ordinal(1), &bed.stub.library()).unwrap();
+    let foreign = elsewhere.stream().unwrap();
+    let operations = [
+        StreamOp::Write { at: worker.at(0), value: 1 },
+        StreamOp::WaitAtLeast { at: worker.at(1), value: 1 },
+    ];
+    // SAFETY: the stream is of this test, which keeps the words.
+    let refused = unsafe { worker.guest.enqueue(foreign.handle(), &operations) }.unwrap_err();
+    assert!(!refused.is_sticky(), "{refused}");
+    // SAFETY: as above.
+    let refused = unsafe { worker.guest.capture(foreign.handle()) }.unwrap_err();
+    assert!(!refused.is_sticky(), "{refused}");
+    assert!(foreign.is_idle().unwrap());
+    assert_eq!(worker.words.load(0), 0);
+    // One of the device's own is none the worse for it.
+    worker.enqueue(own, &operations[..1]);
+    until(|| worker.words.load(0) == 1);
+}

@@ -1,0 +1,107 @@
+//! Copies in the order of streams of a machine with two devices, over the stub driver.
+
+#![expect(clippy::unwrap_used, reason = "a step that fails is a test that fails")]
+
+use std::sync::Arc;
+
+use statecopy_client::blocking::{Client, Plan};
+use statecopy_client::{
+    DataType, Direction, IndexWidth, Indices, Layer, Registration, Request, Slice, Strides,
+};
+use statecopy_kernels::cuda::{CudaMemory, CudaSelector, WordOp, WorkerStream};
+use statecopy_stub_cuda::{Function, StubDevice};
+use statecopy_tests::{CudaBed, CudaWorker, Daemon, PIECES, random_bytes, until};
+
+const ROWS: u64 = 4;
+const PAYLOAD: u64 = 512;
+
+/// A layer on the first device, and indices: slot `n` names row `n`.
+struct Worker {
+    plan: Plan,
+    client: Client,
+    packed: CudaMemory,
+    packed_at: Slice,
+    inputs_at: Slice,
+    rows: Vec<u8>,
+    _cache: CudaMemory,
+    _inputs: CudaMemory,
+}
+
+impl Worker {
+    fn new(bed: &CudaBed, daemon: &Daemon) -> Self {
+        let client = bed.client(daemon);
+        let memory = |bytes: &[u8]| {
+            let memory = bed.allocate(bytes.len() as u64, PIECES);
+            memory.write(0, bytes).unwrap();
+            let at = client.register_device_memory(memory.address(), memory.bytes()).unwrap();
+            (memory, at)
+        };
+        let rows = random_bytes(3, ROWS * PAYLOAD);
+        let named: Vec<u8> =
+            (0..ROWS).flat_map(|row| [row, 0]).flat_map(u64::to_le_bytes).collect();
+        let (cache, cache_at) = memory(&rows);
+        let (packed, packed_at) = memory(&vec![0; rows.len()]);
+        let (inputs, inputs_at) = memory(&named);
+        let layer = Layer {
+            name: "layers.0".to_owned(),
+            dtype: DataType::Float32,
+            shape: [ROWS, 1, 1, PAYLOAD / 4],
+            strides: Strides::PageStride(PAYLOAD / 4),
+            region: cache_at.region,
+            offset_bytes: cache_at.offset,
+            max_selected: 1,
+            check_unique: false,
+        };
+        let bindings = client.register(&Registration::new().layer(layer), |_| {}).unwrap();
+        let plan = bindings.layer("layers.0").unwrap().clone();
+        Self { plan, client, packed, packed_at, inputs_at, rows, _cache: cache, _inputs: inputs }
+    }
+
+    fn request(&self, row: u64) -> Request<'static> {
+        let at = self.inputs_at.region.at(self.inputs_at.offset + row * 16);
+        let packed = self.packed_at.region.at(self.packed_at.offset + row * PAYLOAD);
+        Request::new(Indices::Shared { width: IndexWidth::Int64, at, selected: 1 }, packed)
+    }
+
+    fn has(&self, row: u64) -> bool {
+        let at = usize::try_from(row * PAYLOAD).unwrap();
+        let mut found = vec![0; usize::try_from(PAYLOAD).unwrap()];
+        self.packed.read(row * PAYLOAD, &mut found).unwrap();
+        found == self.rows[at..at + found.len()]
+    }
+}
+
+fn finish(stream: &WorkerStream) {
+    until("the stream is done", || stream.is_idle().unwrap());
+}
+
+#[test]
+fn a_stream_of_another_device_orders_copies_too_because_words_are_memory_of_the_host() {
+    let other = StubDevice { uuid: [2; 16], name: "other".to_owned(), ..StubDevice::default() };
+    let bed = CudaBed::over(&[StubDevice::default(), other]);
+    let daemon = bed.daemon().start();
+    let worker = Worker::new(&bed, &daemon);
+    let mut neighbour =
+        CudaWorker::register(&bed, bed.client(&daemon), bed.allocate(1 << 20, PIECES));
+    let on = |ordinal| bed.exporter.worker(CudaSelector::Ordinal(ordinal), &bed.stub.library());
+    let (here, elsewhere) = (on(0).unwrap(), on(1).unwrap());
+    let mut lane = worker.client.open_lane().unwrap();
+    let (mapping, range) = lane.memory();
+    let words = Arc::new(here.guest().share_words(mapping, range).unwrap());
+    let mut streams = [elsewhere.stream().unwrap(), here.stream().unwrap()];
+    for (row, stream) in (0..ROWS).zip([0, 1, 0, 1]) {
+        let ordered = lane.order(&worker.plan, Direction::Gather, &worker.request(row)).unwrap();
+        let (bell, done) = (ordered.bell(), ordered.done());
+        let operations = [
+            WordOp::Write { offset: bell.offset, value: bell.value },
+            WordOp::WaitAtLeast { offset: done.offset, value: done.value },
+        ];
+        streams[stream].enqueue(&words, &operations).unwrap();
+        finish(&streams[stream]);
+        assert!(worker.has(row), "row {row}");
+        lane.check().unwrap();
+        neighbour.copy_both_ways();
+    }
+    let device = bed.report(daemon.device_process());
+    assert_eq!(device.count(Function::cuDevicePrimaryCtxRetain), 1, "the daemon has one device");
+}
