@@ -34,6 +34,8 @@ use crate::{Plan, Request};
 
 /// How long the daemon is given to disarm a graph before somebody looks again whether it lives.
 const DISARM_MAX: Duration = Duration::from_millis(100);
+/// How long it is let alone after that: a registration of the session may take minutes, and is not to be asked all the while.
+const DISARM_AGAIN: Duration = Duration::from_millis(500);
 
 /// The pairs of words that the graphs of one session have.
 #[derive(Debug, Default)]
@@ -43,6 +45,8 @@ pub(crate) struct Pairs {
     cut: BTreeSet<PairNumber>,
     /// Those of graphs that are gone, which the daemon is to hear.
     dropped: Vec<Dropped>,
+    /// Until then it is not asked to hear.
+    let_alone: Option<Instant>,
 }
 
 /// A graph that is gone.
@@ -67,6 +71,14 @@ impl Pairs {
         })?;
         self.taken.insert(pair);
         Ok(pair)
+    }
+
+    /// The graphs that the daemon is to hear of now.
+    fn take_dropped(&mut self, is_over: bool) -> Vec<Dropped> {
+        if !is_over && self.let_alone.is_some_and(|until| Instant::now() < until) {
+            return Vec::new();
+        }
+        std::mem::take(&mut self.dropped)
     }
 }
 
@@ -98,12 +110,13 @@ impl Lanes {
 
     /// Tells the daemon of graphs that are gone. Once nobody serves them nobody needs to hear.
     pub(crate) fn disarm_dropped(self: &Arc<Self>) {
-        let mut dropped = std::mem::take(&mut lock(&self.graphs).dropped);
+        let is_over = self.silence.get().is_some();
+        let mut dropped = lock(&self.graphs).take_dropped(is_over);
         while let Some(graph) = dropped.pop() {
-            let is_over = self.silence.get().is_some();
             if !is_over && self.disarm(&graph).is_err() {
-                // It is asked again after the next look: nothing of it is let go before.
+                // It is asked again later: nothing of the graph is let go before.
                 dropped.push(graph);
+                lock(&self.graphs).let_alone = Instant::now().checked_add(DISARM_AGAIN);
                 break;
             }
             lock(&self.graphs).taken.remove(&graph.pair);

@@ -250,3 +250,17 @@ fn an_executor_looks_at_armed_graphs_between_sleeps_and_at_nothing_once_they_are
         looks() == before
     });
 }
+
+#[test]
+fn a_graph_is_let_go_at_once_and_disarmed_once_the_daemon_answers() {
+    let daemon = Daemon::start();
+    let worker = GraphWorker::new(&daemon);
+    let graphs = [worker.graph(), worker.graph(), worker.graph()];
+    assert!((daemon.metric("statecopy_graph_slots") - 3.0).abs() < 0.1);
+    daemon.signal(Signal::STOP);
+    let begun = Instant::now();
+    drop(graphs);
+    assert!(begun.elapsed() < Duration::from_secs(1), "it waited");
+    daemon.signal(Signal::CONT);
+    until("they are disarmed", || daemon.metric("statecopy_graph_slots") < 0.1);
+}
