@@ -106,6 +106,15 @@ pub(crate) const CASES: &[Case] = &[
     Case::new("a_worker_killed_while_its_stream_waits_leaves_no_scatter", lives::waiting_worker),
     Case::new("a_worker_killed_after_its_bell_has_its_scatter_made", lives::rung_worker),
     Case::new("a_worker_killed_while_its_graph_is_replayed_hurts_nobody", lives::replaying_worker),
+    Case::new("a_worker_killed_in_any_phase_of_a_replay_hurts_nobody", lives::graph_workers),
+    Case::new(
+        "a_device_process_killed_in_any_phase_of_a_replay_is_made_up_for",
+        stream_lives::replay_phases,
+    ),
+    Case::new(
+        "a_daemon_killed_in_any_phase_of_a_replay_frees_the_stream",
+        stream_lives::daemon_phases,
+    ),
     Case::new("streams_go_on_when_the_daemon_dies_and_are_told", stream_lives::daemon),
     Case::new(
         "copies_that_had_rung_are_made_by_the_next_device_process",

@@ -8,6 +8,7 @@ use statecopy_client::blocking::{Client, Plan};
 use statecopy_client::{Armed, Direction, GraphLane, Request, Step};
 use statecopy_kernels::cuda::{CudaWorker, GuestWords, WordOp, WorkerGraph, WorkerStream};
 
+use crate::lanes::{GATES, Gates};
 use crate::patience::eventually;
 
 /// What a graph does for a copy.
@@ -51,6 +52,22 @@ impl Capturing {
     ) -> Result<()> {
         let armed = self.lane.arm(plan, direction, request)?;
         Ok(self.stream.enqueue(&self.words, &operations(&armed))?)
+    }
+
+    /// Has the graph make a copy, with a gate behind each of its steps.
+    pub(crate) fn copy_with_gates(
+        &mut self,
+        plan: &Plan,
+        direction: Direction,
+        request: &Request<'_>,
+        gates: &Gates,
+    ) -> Result<()> {
+        let armed = self.lane.arm(plan, direction, request)?;
+        for (operation, gate) in operations(&armed).iter().zip(0..GATES) {
+            self.stream.enqueue(&self.words, std::slice::from_ref(operation))?;
+            gates.hold(&mut self.stream, gate)?;
+        }
+        Ok(())
     }
 
     /// Ends the capture.

@@ -9,7 +9,7 @@ use statecopy_client::{
     DataType, Direction, Flags, IndexWidth, Indices, Layer, Ordered, Registration, Request, Slice,
     StreamLane, Strides,
 };
-use statecopy_descriptors::SealedMemory;
+use statecopy_descriptors::{Mapping, SealedMemory};
 use statecopy_kernels::cuda::{
     Allocator, CudaMemory, CudaWorker, GuestWords, Place, WordOp, WorkerStream,
 };
@@ -25,8 +25,12 @@ const GAP_BYTES: u64 = 64;
 /// Bytes from one slot's inputs to the next: an index, then a flag.
 const INPUTS_BYTES: u64 = 32;
 const FLAG_AT: u64 = 16;
+/// How many gates there are: one behind each step of a graph's copy.
+pub(crate) const GATES: u64 = 4;
+/// A line for each of a gate's two words.
+const GATE_BYTES: u64 = 128;
 /// A page, also where pages are large.
-const GATE_BYTES: u64 = 64 << 10;
+const GATES_BYTES: u64 = 64 << 10;
 
 /// What a stream does for a copy: it rings, and waits.
 pub(crate) fn bell_and_wait(ordered: &Ordered<'_>) -> [WordOp; 2] {
@@ -104,26 +108,49 @@ impl Queue {
     }
 }
 
-/// A word of a worker's own that holds streams until the process opens it.
+/// Words of a worker's own that hold its streams until the process opens them. All are open at first.
 #[derive(Debug)]
-pub(crate) struct Gate {
+pub(crate) struct Gates {
+    mapping: Arc<Mapping>,
     words: Arc<GuestWords>,
 }
 
-impl Gate {
+impl Gates {
     pub(crate) fn new(worker: &CudaWorker) -> Result<Self> {
-        let memory = SealedMemory::create("gate", GATE_BYTES)?;
-        let mapping = Arc::new(memory.map()?);
-        Ok(Self { words: Arc::new(worker.guest().share_words(&mapping, 0..GATE_BYTES)?) })
+        let mapping = Arc::new(SealedMemory::create("gates", GATES_BYTES)?.map()?);
+        let words = Arc::new(worker.guest().share_words(&mapping, 0..GATES_BYTES)?);
+        let gates = Self { mapping, words };
+        (0..GATES).try_for_each(|gate| gates.open(gate))?;
+        Ok(gates)
     }
 
-    pub(crate) fn words(&self) -> &Arc<GuestWords> {
-        &self.words
+    /// Has a stream say that it is there, and holds it.
+    pub(crate) fn hold(&self, stream: &mut WorkerStream, gate: u64) -> Result<()> {
+        let (reached, open) = (2 * GATE_BYTES * gate, 2 * GATE_BYTES * gate + GATE_BYTES);
+        let operations = [
+            WordOp::Write { offset: reached, value: 1 },
+            WordOp::WaitAtLeast { offset: open, value: 1 },
+        ];
+        Ok(stream.enqueue(&self.words, &operations)?)
     }
 
-    /// What holds a stream.
-    pub(crate) fn wait(&self) -> WordOp {
-        WordOp::WaitAtLeast { offset: 0, value: 1 }
+    pub(crate) fn open(&self, gate: u64) -> Result<()> {
+        Ok(self.mapping.write_words(2 * GATE_BYTES * gate + GATE_BYTES, &[1])?)
+    }
+
+    /// Closes it before a stream comes to it.
+    pub(crate) fn close(&self, gate: u64) -> Result<()> {
+        self.mapping.write_words(2 * GATE_BYTES * gate, &[0])?;
+        Ok(self.mapping.write_words(2 * GATE_BYTES * gate + GATE_BYTES, &[0])?)
+    }
+
+    /// Waits until a stream is held there.
+    pub(crate) fn wait(&self, gate: u64) -> Result<()> {
+        eventually("the stream is at the gate", || {
+            let mut reached = [0];
+            self.mapping.read_words(2 * GATE_BYTES * gate, &mut reached)?;
+            Ok((reached[0] != 0).then_some(()))
+        })
     }
 }
 

@@ -14,7 +14,7 @@ use statecopy_kernels::layout::CacheLayout;
 use statecopy_tests::{Session, Wire};
 
 use crate::graphs::Capturing;
-use crate::lanes::{Gate, Queue, share_words};
+use crate::lanes::{Gates, Queue, share_words};
 use crate::patience::eventually;
 use crate::setup::Setup;
 use crate::wide::Wide;
@@ -38,6 +38,14 @@ pub(crate) enum State {
     Rung,
     /// A graph is replayed, again and again.
     Replaying,
+    /// A graph is held behind its first step: it is about to ring.
+    GraphIdle,
+    /// Behind its second: it has rung.
+    GraphRung,
+    /// Behind its third: the copy is made.
+    GraphDone,
+    /// Behind its last.
+    GraphNoted,
 }
 
 impl State {
@@ -51,7 +59,17 @@ impl State {
             Self::Waiting => "waiting",
             Self::Rung => "rung",
             Self::Replaying => "replaying",
+            Self::GraphIdle => "graph-idle",
+            Self::GraphRung => "graph-rung",
+            Self::GraphDone => "graph-done",
+            Self::GraphNoted => "graph-noted",
         }
+    }
+
+    /// The gate that holds its graph.
+    fn gate(self) -> Option<u64> {
+        let phases = [Self::GraphIdle, Self::GraphRung, Self::GraphDone, Self::GraphNoted];
+        phases.iter().zip(0..).find(|(phase, _)| **phase == self).map(|(_, gate)| gate)
     }
 }
 
@@ -134,7 +152,14 @@ pub(crate) fn run(setup: &Setup, state: State) -> Result<()> {
             until_told()
         }
         State::Sending => send(setup, &setup.socket),
-        State::Unrung | State::Waiting | State::Rung | State::Replaying => in_streams(setup, state),
+        State::Unrung
+        | State::Waiting
+        | State::Rung
+        | State::Replaying
+        | State::GraphIdle
+        | State::GraphRung
+        | State::GraphDone
+        | State::GraphNoted => in_streams(setup, state),
     }
 }
 
@@ -152,6 +177,18 @@ fn in_streams(setup: &Setup, state: State) -> Result<()> {
     let request = Request::new(indices, wide.packed_place());
     let worker = gpu.worker(setup)?;
     let words = share_words(wide.client(), &worker)?;
+    let gates = Gates::new(&worker)?;
+    if let Some(gate) = state.gate() {
+        let mut capturing = Capturing::begin(wide.client(), &worker, &words)?;
+        capturing.copy_with_gates(wide.plan(), Direction::Scatter, &request, &gates)?;
+        let mut graph = capturing.end()?;
+        graph.replay()?;
+        graph.finish()?;
+        gates.close(gate)?;
+        graph.replay()?;
+        gates.wait(gate)?;
+        return until_told();
+    }
     if state == State::Replaying {
         let mut capturing = Capturing::begin(wide.client(), &worker, &words)?;
         capturing.copy(wide.plan(), Direction::Gather, &request)?;
@@ -166,11 +203,12 @@ fn in_streams(setup: &Setup, state: State) -> Result<()> {
     }
     let mut queue = Queue::open(wide.client(), &worker, &words)?;
     let asked = queue.ask(wide.plan(), Direction::Scatter, &request)?;
-    let gate = Gate::new(&worker)?;
     match state {
         State::Waiting => {
-            queue.stream.enqueue(gate.words(), &[gate.wait()])?;
+            gates.close(0)?;
+            gates.hold(&mut queue.stream, 0)?;
             queue.put(&asked)?;
+            gates.wait(0)?;
         }
         State::Rung => {
             queue.put(&asked)?;

@@ -63,6 +63,22 @@ pub(crate) fn replaying_worker(setup: &Setup) -> Result<String> {
     killed(setup, State::Replaying)
 }
 
+/// Kills a worker behind each step of a graph's copy.
+pub(crate) fn graph_workers(setup: &Setup) -> Result<String> {
+    let mut other = rig(setup, &setup.socket, Allocator::Default)?;
+    let sessions = || anyhow::Ok(setup.client()?.inspect()?.sessions.len());
+    let before = sessions()?;
+    let phases = [State::GraphIdle, State::GraphRung, State::GraphDone, State::GraphNoted];
+    for (state, seed) in phases.into_iter().zip(1..) {
+        let worker = Worker::start(setup, state)?;
+        other.serves(seed)?;
+        worker.kill()?;
+        eventually("the session is gone", || Ok((sessions()? <= before).then_some(())))?;
+        other.serves(seed + 10)?;
+    }
+    Ok(format!("in {} phases; the other worker's copies were right", phases.len()))
+}
+
 /// Kills a worker whose stream has a scatter, and counts how many of these were made for each worker.
 fn killed_in_a_stream(setup: &Setup, state: State, landing: u64) -> Result<String> {
     let scatters = || {

@@ -9,7 +9,7 @@ use statecopy_kernels::cuda::WordOp;
 
 use crate::daemon::{Daemon, kill};
 use crate::graphs::{Captured, Capturing};
-use crate::lanes::{Bed, Queue, ROWS, Sizes, share_words};
+use crate::lanes::{Bed, GATES, Gates, Queue, ROWS, Sizes, share_words};
 use crate::patience::eventually;
 use crate::setup::Setup;
 
@@ -155,6 +155,62 @@ pub(crate) fn running_copies(setup: &Setup) -> Result<String> {
         "{} copies on {STREAMS} streams, {unfinished} of which waited when one of {rounds} device processes was killed",
         rounds * STREAMS * turns
     ))
+}
+
+/// A graph of one gather into slot 0 with gates, replayed once, and then held at one of them.
+fn held_graph(bed: &Bed, gates: &Gates) -> Result<Captured> {
+    let mut capturing = Capturing::begin(&bed.client, &bed.worker, &bed.words)?;
+    capturing.copy_with_gates(&bed.plan, Direction::Gather, &bed.request(0), gates)?;
+    let mut graph = capturing.end()?;
+    graph.replay()?;
+    graph.finish()?;
+    Ok(graph)
+}
+
+/// The device process is killed behind each step of a graph's copy.
+pub(crate) fn replay_phases(setup: &Setup) -> Result<String> {
+    let daemon = setup.own_daemon("stream-phases")?;
+    let bed = bed(setup, &daemon, 0)?;
+    let rows = bed.fill_cache(1)?;
+    let gates = Gates::new(&bed.worker)?;
+    let mut graph = held_graph(&bed, &gates)?;
+    for gate in 0..GATES {
+        bed.clear_packed()?;
+        gates.close(gate)?;
+        graph.replay()?;
+        gates.wait(gate)?;
+        daemon.kill_device_process()?;
+        gates.open(gate)?;
+        graph.finish().with_context(|| format!("killed behind step {gate}"))?;
+        ensure!(has_row(&bed, &rows, 0)?, "killed behind step {gate}: the row is not there");
+    }
+    Ok(format!("{GATES} phases, and every replay was right"))
+}
+
+/// The daemon is killed behind each step of a graph's copy.
+pub(crate) fn daemon_phases(setup: &Setup) -> Result<String> {
+    const NAME: &str = "stream-daemon-phases";
+    let mut seen = Vec::new();
+    for gate in 0..GATES {
+        let mut daemon = setup.own_daemon(NAME)?;
+        let bed = bed(setup, &daemon, 0)?;
+        let gates = Gates::new(&bed.worker)?;
+        let mut graph = held_graph(&bed, &gates)?;
+        gates.close(gate)?;
+        graph.replay()?;
+        gates.wait(gate)?;
+        daemon.kill()?;
+        gates.open(gate)?;
+        graph.wait().with_context(|| format!("killed behind step {gate}"))?;
+        eventually("the graph is failed", || Ok(graph.lane.check().is_err().then_some(())))?;
+        seen.push(code(graph.lane.check())?);
+        // Whoever replays it all the same is let go.
+        graph.replay()?;
+        graph.wait()?;
+    }
+    let unknown = [RefusalCode::Unavailable, RefusalCode::IncarnationMismatch];
+    ensure!(seen.iter().all(|code| unknown.contains(code)), "{seen:?}");
+    Ok(format!("{seen:?}"))
 }
 
 /// Words of a lane that hold what its worker never was to write there.
