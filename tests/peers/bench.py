@@ -36,7 +36,7 @@ for folder in (HERE, HERE.parents[1] / "client" / "python" / "tests"):
     sys.path.insert(0, str(folder))
 
 import torch  # noqa: E402
-from paths import MEANINGS, TRITON, Inputs, Peers, is_daemon, triton_rival  # noqa: E402
+from paths import GPU_ONLY, MEANINGS, Inputs, Peers, is_daemon, triton_rival  # noqa: E402
 
 import statecopy.torch  # noqa: E402
 from daemon_process import Daemon, binary  # noqa: E402
@@ -45,7 +45,11 @@ MODES = {
     "host_enqueue": "until the caller may go on: the daemon's submit, or torch's and Triton's launches on a GPU, have "
     "returned; on the host torch's caller is free only when the copy is done, so it is the whole call",
     "wall": "until the bytes are there and the caller knows it",
+    "enqueue": "host time of one call where many are enqueued on a GPU's stream before it is waited for: an interval of so many "
+    "by their number",
 }
+# So many: fewer than a lane holds copies, and than a stream takes launches before it stops the host.
+ENQUEUED = 200
 # As of `statecopy bench`: packed of up to so many bytes is warmed by an untimed call of the same path.
 WARMED_BYTES_MAX = 4 << 20
 # On a GPU so many bytes of outputs live at once, several times what its cache holds.
@@ -54,6 +58,7 @@ OUTPUTS_BYTES = 256 << 20
 RATIOS = {("host", "gather", selected): (("torch_index", "index_select"), 1.0) for selected in (1, 8, 64)}
 RATIOS |= {("cuda", "gather", 1): (("triton",), 0.7), ("cuda", "gather", 8): (("triton",), 0.6)}
 SHARE_US_MAX = 3.0
+ENQUEUE_MAX = 1.0
 # Variables that the daemon may see: where its kernels and its compiler are.
 SETTINGS = ("STATECOPY_ARTIFACT_", "STATECOPY_CUDA__")
 # Of the compiler, the environment and the allocator, as the daemon counts them itself.
@@ -111,12 +116,18 @@ class Case:
 class Bench:
     """One layout's state and plan, and the way to measure its cases."""
 
-    def __init__(self, client: Any, layout: Layout, device: torch.device, order: random.Random) -> None:
+    def __init__(
+        self, client: Any, ordered: Any | None, layout: Layout, device: torch.device, order: random.Random
+    ) -> None:
         kind = "cuda" if device.type == "cuda" else "host"
         self.kind, self.device, self.layout, self.order = kind, device, layout, order
         self.state = layout.state(device, layout.rows[kind])
         selected = max(SELECTED[layout.name])
         self.plan = client.register({layout.name: self.state}, max_selected=selected, layers=False)[layout.name]
+        self.client, self.ordered = ordered, None
+        if ordered is not None:
+            plans = ordered.register({layout.name: self.state}, max_selected=selected, layers=False)
+            self.ordered = plans[layout.name]
         self.none = torch.empty(0, dtype=torch.int32, device=device)
         self.walk = list(range(layout.rows[kind]))
         order.shuffle(self.walk)
@@ -169,10 +180,12 @@ class Bench:
 
     def measure(self, case: Case, trials: int) -> dict[str, dict[str, list[float]]]:
         """Samples in microseconds by mode and path, in the order of the trials."""
-        peers = Peers(self.plan, self.state, case.operation, case.selected)
+        peers = Peers(self.plan, self.ordered, self.state, case.operation, case.selected)
         self.check(case, peers)
         enqueued = [path for path in peers.calls if path in peers.submits or not is_daemon(path)]
         order = [("wall", path) for path in peers.calls] + [("host_enqueue", path) for path in enqueued]
+        if self.kind == "cuda":
+            order += [("enqueue", path) for path in enqueued if not is_daemon(path)]
         buffers, others = self.buffers(case), self.buffers(case)
         samples: dict[str, dict[str, list[float]]] = {mode: {} for mode in MODES}
         for mode, path in order:
@@ -193,7 +206,9 @@ class Bench:
                 outputs.append(output)
                 del output
                 samples[mode][path].append(took)
-        return samples
+        if self.client is not None:
+            self.client.check()
+        return {mode: of for mode, of in samples.items() if of}
 
     def parts(self, trials: int) -> dict[str, float]:
         """Medians in microseconds of what a call is made of: where a copy's time goes that is no copy."""
@@ -219,6 +234,8 @@ class Bench:
 
     def interval(self, peers: Peers, mode: str, path: str, given: Inputs) -> tuple[float, Any]:
         """One call, and what it left: dropped by the caller, outside of the interval."""
+        if mode == "enqueue":
+            return self.enqueued(peers.calls[path], given), None
         submits = mode == "host_enqueue" and path in peers.submits
         call = peers.submits[path] if submits else peers.calls[path]
         waits = mode == "wall" and self.kind == "cuda" and not is_daemon(path)
@@ -232,6 +249,16 @@ class Bench:
             output = output.wait()
         self.synchronise()
         return took / 1e3, output
+
+    def enqueued(self, call: Any, given: Inputs) -> float:
+        """Of many calls on the stream, what one takes of the host's time."""
+        self.synchronise()
+        begin = time.perf_counter_ns()
+        for _ in range(ENQUEUED):
+            call(given)
+        took = time.perf_counter_ns() - begin
+        self.synchronise()
+        return took / 1e3 / ENQUEUED
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -316,7 +343,7 @@ def report(record: dict[str, Any], cases: list[Case]) -> None:
     for mode in MODES:
         print(f"\n{mode}, medians in us")
         for case in cases:
-            found = medians[case.name][mode]
+            found = medians[case.name].get(mode, {})
             row = "  ".join(f"{path} {found[path]:.1f}" for path in sorted(found))
             print(f"  {case.name:28} {row}")
     print("\nparts of a call, medians in us")
@@ -330,6 +357,10 @@ def report(record: dict[str, Any], cases: list[Case]) -> None:
             rivals, bound = ratio
             best = min(found[rival] for rival in rivals)
             verdict(f"{case.name}: daemon / {' or '.join(rivals)}", found["daemon"] / best, bound)
+        enqueue = medians[case.name].get("enqueue")
+        if enqueue is not None and case.operation == "gather":
+            ratio_found = enqueue["ordered"] / enqueue["triton"]
+            verdict(f"{case.name}: ordered / triton, to enqueue one", ratio_found, ENQUEUE_MAX)
         rust = (record["rust"] or {"medians_us": {}})["medians_us"].get(case.name)
         # Of larger copies the two medians differ by more than what is sought.
         if rust is not None and case.operation != "scatter" and case.packed_bytes <= WARMED_BYTES_MAX:
@@ -381,7 +412,11 @@ def measure(
     torch.manual_seed(options.seed)
     order = random.Random(options.seed)
     name = None if device.type == "cpu" else device
-    with statecopy.torch.connect(daemon.address, device=name) as client:
+    with contextlib.ExitStack() as clients:
+        client = clients.enter_context(statecopy.torch.connect(daemon.address, device=name, completion="host"))
+        ordered = None
+        if device.type == "cuda":
+            ordered = clients.enter_context(statecopy.torch.connect(daemon.address, device=name))
         if pinning is not None:
             # Not before: a client that finds one CPU at its start never spins.
             os.sched_setaffinity(0, {pinning["worker"]})
@@ -391,7 +426,7 @@ def measure(
             of_layout = [case for case in cases if case.layout == layout]
             if not of_layout:
                 continue
-            bench = Bench(client, layout, device, order)
+            bench = Bench(client, ordered, layout, device, order)
             before = daemon.metric(ENTRIES)
             for case in of_layout:
                 samples[case.name] = bench.measure(case, options.trials)
@@ -402,6 +437,8 @@ def measure(
                     f"{entries:.0f} entries of the compiler, environment or allocator while the trials ran"
                 )
             client.release()
+            if ordered is not None:
+                ordered.release()
             del bench
         gc.enable()
     return samples, parts
@@ -446,7 +483,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "compiler_entries_while_serving": 0,
         "cases": [described(case, device) for case in cases],
         "modes": MODES,
-        "paths": {path: meaning for path, meaning in MEANINGS.items() if device.type == "cuda" or path not in TRITON},
+        "paths": {path: meaning for path, meaning in MEANINGS.items() if device.type == "cuda" or path not in GPU_ONLY},
         "samples_us": samples,
         "parts_us": parts,
         # What `statecopy bench` has beside, and this one has not.

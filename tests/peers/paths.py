@@ -11,9 +11,12 @@ from typing import Any
 import torch
 
 MEANINGS = {
-    "daemon": "statecopy.torch: plan.gather, plan.scatter",
+    "daemon": "statecopy.torch, host-completed: plan.gather, plan.scatter",
     "control": "daemon measured a second time under another label",
     "daemon_preallocated": "daemon into packed memory taken before the interval",
+    "ordered": "plan.gather, plan.scatter in the order of the current stream, and torch.cuda.synchronize",
+    "ordered_control": "ordered measured a second time under another label",
+    "ordered_preallocated": "ordered into packed memory taken before the interval",
     "daemon_copied": "scatter by the daemon of states in memory that it cannot share: they are copied once more",
     "torch_index": "state[rows], masked by flags; state[rows] = packed",
     "index_select": "torch.index_select(out=) into memory allocated in the interval, masked by flags; state.index_copy_",
@@ -23,7 +26,7 @@ MEANINGS = {
     "triton_jit": "the same by the kernel's usual entry",
 }
 HOST_DAEMON = ("daemon", "control", "daemon_preallocated", "daemon_copied")
-TRITON = ("triton", "triton_preallocated", "triton_jit")
+GPU_ONLY = ("triton", "triton_preallocated", "triton_jit", "ordered", "ordered_control", "ordered_preallocated")
 
 
 @dataclass
@@ -50,8 +53,8 @@ def is_daemon(path: str) -> bool:
 class Peers:
     """The paths of one operation over one state."""
 
-    def __init__(self, plan: Any, state: torch.Tensor, operation: str, selected: int) -> None:
-        self.plan, self.state, self.selected = plan, state, selected
+    def __init__(self, plan: Any, ordered: Any, state: torch.Tensor, operation: str, selected: int) -> None:
+        self.plan, self.ordered, self.state, self.selected = plan, ordered, state, selected
         self.shape = (selected, *state.shape[1:])
         on_gpu = state.is_cuda
         if operation == "scatter":
@@ -80,6 +83,7 @@ class Peers:
             self.submits = {"daemon": lambda given: self.plan.submit_scatter(given.packed, given.rows)}
         self.submits["control"] = self.submits["daemon"]
         if on_gpu:
+            self._add_ordered(operation)
             self._add_triton(operation)
 
     def _daemon_gather(self, given: Inputs) -> Any:
@@ -87,6 +91,15 @@ class Peers:
 
     def _daemon_scatter(self, given: Inputs) -> Any:
         return self.plan.scatter(given.packed, given.rows)
+
+    def _add_ordered(self, operation: str) -> None:
+        plan = self.ordered
+        if operation == "scatter":
+            self.calls["ordered"] = lambda given: plan.scatter(given.packed, given.rows)
+        else:
+            self.calls["ordered"] = lambda given: plan.gather(given.rows, given.flags)
+            self.calls["ordered_preallocated"] = lambda given: plan.gather(given.rows, given.flags, out=given.packed)
+        self.calls["ordered_control"] = self.calls["ordered"]
 
     def _mask(self, packed: torch.Tensor, given: Inputs) -> torch.Tensor:
         # Each device its faster way: on a GPU the first one would wait for the flags.

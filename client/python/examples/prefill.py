@@ -32,7 +32,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -191,8 +191,8 @@ def _schedule(lengths: list[int], batch: int, budget: int, unit: int, generator:
     return steps
 
 
-def run(workload: Workload, layers: dict[str, KdaLayer]) -> list[list[torch.Tensor]]:
-    """Prefills everything in steps. The outputs [H, T, V] by layer and sequence."""
+def run(workload: Workload, layers: dict[str, KdaLayer], check: Callable[[], None]) -> list[list[torch.Tensor]]:
+    """Prefills everything in steps. The outputs [H, T, V] by layer and sequence. ``check`` is called after each step."""
     outputs: list[list[list[torch.Tensor]]] = [[[] for _ in workload.lengths] for _ in layers]
     for step in workload.steps:
         # A batch of fixed width, as a captured graph has it: what is left of it is padding.
@@ -205,6 +205,7 @@ def run(workload: Workload, layers: dict[str, KdaLayer]) -> list[list[torch.Tens
             parts = [tokens[share.sequence].part(share.start, share.stop) for share in step]
             for share, output in zip(step, layer.run_prefill(parts, rows, has_state), strict=True):
                 of_layer[share.sequence].append(output)
+        check()
     return [[torch.cat(parts, dim=1) for parts in of_layer] for of_layer in outputs]
 
 
@@ -214,7 +215,7 @@ def through_plain(workload: Workload) -> tuple[list[list[torch.Tensor]], torch.T
     layers = workload.layers(storage)
     for layer in layers.values():
         layer._ascend_kda_state_copy, layer._kda_state_copy_ready = PlainCopies(), True
-    return run(workload, layers), storage
+    return run(workload, layers, lambda: None), storage
 
 
 def through_daemon(workload: Workload, address: str | None) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
@@ -229,8 +230,8 @@ def through_daemon(workload: Workload, address: str | None) -> tuple[list[list[t
         storage = torch.empty(shape, device=workload.device)
     storage.fill_(LEFT_BY_OTHERS)
     layers = workload.layers(storage)
-    with initialize_state_copy(layers, workload.batch, address=address, null_row="skip"):
-        return run(workload, layers), storage.clone()
+    with initialize_state_copy(layers, workload.batch, address=address, null_row="skip") as state_copy:
+        return run(workload, layers, state_copy.check), storage.clone()
 
 
 @contextmanager

@@ -122,8 +122,19 @@ impl Prepared {
         arguments: (&Bound<'_, PyAny>, &Bound<'_, PyAny>, &Bound<'_, PyAny>),
         manner: Manner,
     ) -> PyResult<Self> {
-        let (indices, flags, out) = arguments;
         let asker = asker(py, session, published, manner.completion)?;
+        Self::gather_of(py, session, asker, arguments, manner)
+            .map_err(|error| session.explain(py, asker.order, error))
+    }
+
+    fn gather_of(
+        py: Python<'_>,
+        session: &Arc<Session>,
+        asker: Asker<'_>,
+        (indices, flags, out): (&Bound<'_, PyAny>, &Bound<'_, PyAny>, &Bound<'_, PyAny>),
+        manner: Manner,
+    ) -> PyResult<Self> {
+        let published = asker.published;
         let indices = asker.indices(indices)?;
         let selected = indices.selected();
         let beside = indices.shared().map(|shared| &shared.slice);
@@ -157,8 +168,18 @@ impl Prepared {
         arguments: (&Bound<'_, PyAny>, &Bound<'_, PyAny>),
         manner: Manner,
     ) -> PyResult<Self> {
-        let (packed, indices) = arguments;
         let asker = asker(py, session, published, manner.completion)?;
+        Self::scatter_of(session, asker, arguments, manner)
+            .map_err(|error| session.explain(py, asker.order, error))
+    }
+
+    fn scatter_of(
+        session: &Arc<Session>,
+        asker: Asker<'_>,
+        (packed, indices): (&Bound<'_, PyAny>, &Bound<'_, PyAny>),
+        manner: Manner,
+    ) -> PyResult<Self> {
+        let published = asker.published;
         let indices = asker.indices(indices)?;
         let shape = published.packed_shape(indices.selected());
         let packed = Packed::Source(asker.packed_in(packed, &shape)?);

@@ -301,14 +301,18 @@ impl Session {
     /// What of the caller's current stream a copy in its order depends on.
     ///
     /// # Errors
-    /// What the driver says, also that the stream's capture has failed. Why an earlier copy of the stream was not made.
+    /// What the driver says, also that the stream's capture has failed.
     pub(crate) fn look(&self, py: Python<'_>, stream: u64) -> PyResult<StreamLook> {
         let Some(guest) = &self.guest else { return Err(errors::closed(py)) };
         // SAFETY: as in `synchronise`.
-        let look = unsafe { guest.look(stream) }.map_err(|error| errors::driver(py, &error))?;
-        let checked = self.streams().map_or(Ok(()), |streams| streams.check_stream(look.id));
-        checked.map_err(|failed| failed.raise(py))?;
-        Ok(look)
+        let look = unsafe { guest.look(stream) };
+        look.map_err(|error| errors::driver(py, &error))
+    }
+
+    /// What is raised instead of that: an earlier copy of the stream was lost, and nothing on it goes on before its user has heard so.
+    pub(crate) fn explain(&self, py: Python<'_>, order: Option<StreamLook>, error: PyErr) -> PyErr {
+        let (Some(streams), Some(look)) = (self.streams(), order) else { return error };
+        streams.check_stream(look.id).map_or_else(|failed| failed.raise(py), |()| error)
     }
 
     /// Waits until the copies are over that were put on streams: what they name is about to change.

@@ -294,7 +294,7 @@ impl Streams {
         self.graphs.check()
     }
 
-    /// The same for one stream: before anything else of its next copy is asked. Whoever uses it now finds out by itself.
+    /// The same for one stream. Whoever uses its lane now finds out by itself.
     ///
     /// # Errors
     /// Why a copy of it was not.

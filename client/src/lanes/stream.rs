@@ -201,7 +201,7 @@ impl StreamLane {
         };
         let mut copy = resolve(&link, &plan.record, direction, request, call.left())?;
         let place = self.submitter.place().map_err(broken)?;
-        self.let_go();
+        self.let_settled_go();
         let Some(sequence) = place else { return Ok(None) };
         let patience = u64::try_from(copy.deadline.as_nanos()).unwrap_or(u64::MAX);
         let descriptor =
@@ -218,6 +218,10 @@ impl StreamLane {
     pub fn let_go(&mut self) {
         // Words that cannot be read are told of elsewhere.
         let _place = self.submitter.place();
+        self.let_settled_go();
+    }
+
+    fn let_settled_go(&mut self) {
         let settled = self.submitter.settled();
         while self.held.front().is_some_and(|(sequence, _)| sequence.get() <= settled) {
             self.held.pop_front();

@@ -63,9 +63,9 @@ class Hooks:
 
     def maker(self, dtype: str) -> Callable[[tuple[int, ...]], torch.Tensor]:
         """What makes the tensors that gathers give, in the order of the current stream: of a shape, on the session's device."""
-        # Called for each gather.
         index = torch.cuda.current_device() if self.index is None else self.index
-        return partial(torch.empty, dtype=dtype_of(dtype), device=torch.device("cuda", index))
+        # Called for each gather: a method of a tensor takes half the time of torch.empty with a type and a device to look at.
+        return torch.empty(0, dtype=dtype_of(dtype), device=torch.device("cuda", index)).new_empty
 
     def upload(self, role: str, values: list[int] | list[bool]) -> torch.Tensor:
         """Values of the host on the session's device, in the order of the current stream, which is not waited for."""

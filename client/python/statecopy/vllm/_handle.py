@@ -64,6 +64,11 @@ class StateCopy:
         """Whether the layers may copy now."""
         return self._state is _State.READY
 
+    def check(self) -> None:
+        """Raises what became of copies that were put on a GPU's stream and were not made. For the end of each step; asks nobody."""
+        if self._client is not None and self._state is not _State.CLOSED:
+            self._client.check()
+
     def release(self) -> None:
         """Before sleep: withdraws every layer and gives the caches back, so that freeing them frees memory.
 

@@ -64,7 +64,7 @@ def test_a_copy_that_does_not_fit_is_refused_and_moves_nothing(client: statecopy
     assert isinstance(caught.value, ValueError)
     assert caught.value.remedy
     cache.check()
-    assert same_bits(plan.gather(int32(1)), cache.gathered(int32(1)))
+    assert same_bits(plan.gather(int32(1)), cache.gathered(int32(1), None))
 
 
 def test_a_tensor_of_another_device_is_refused(client: statecopy.torch.Client) -> None:
@@ -173,6 +173,27 @@ def test_an_unknown_way_out_is_refused() -> None:
         statecopy.torch.connect("unix:///nowhere", on_unavailable="maybe")  # type: ignore[arg-type]
 
 
+def test_an_unknown_completion_is_refused(shared_daemon: Daemon) -> None:
+    with pytest.raises(statecopy.ArgumentError, match=r"soon.*stream.*host") as raised:
+        statecopy.torch.connect(shared_daemon.address, completion="soon")  # type: ignore[arg-type]
+    assert raised.value.about == "completion"
+
+
+def test_copies_of_the_host_are_complete_when_their_calls_return(shared_daemon: Daemon) -> None:
+    cache = Cache()
+    with statecopy.torch.connect(shared_daemon.address, completion="stream") as client:
+        info = client.info()
+        assert info is not None
+        assert info["completion"] == "host"
+        plan = plan_of(client, cache)
+        # Lanes are theirs to name, and there is nothing to check.
+        assert same_bits(plan.gather(int32(1), lane=7), cache.gathered(int32(1), None))
+        client.check()
+        client.reset_lanes()
+    with pytest.raises(statecopy.ClosedError):
+        client.check()
+
+
 def test_a_layer_moves_to_other_memory_and_sleeps_and_wakes(client: statecopy.torch.Client) -> None:
     cache, other = Cache(), Cache(seed=2)
     plan = plan_of(client, cache)
@@ -187,7 +208,7 @@ def test_a_layer_moves_to_other_memory_and_sleeps_and_wakes(client: statecopy.to
     with pytest.raises(statecopy.HandleError):
         plan.gather(int32(1))
     client.rebind({"layers.0": cache.state})
-    assert same_bits(plan.gather(int32(1)), cache.gathered(int32(1)))
+    assert same_bits(plan.gather(int32(1)), cache.gathered(int32(1), None))
 
 
 def test_empty_gives_the_layout_and_type_that_was_asked_for() -> None:
