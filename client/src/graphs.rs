@@ -144,6 +144,25 @@ fn is_unsettled(words: &MappedPair) -> bool {
 ///
 /// Keep it for as long as the graph may be replayed. It belongs to one life of the daemon; once that is over it says so at every call,
 /// and the graph is to be captured again.
+///
+/// ```no_run
+/// # use std::time::Duration;
+/// # use statecopy_client::blocking::{Client, Plan};
+/// # use statecopy_client::{Direction, Error, Request, Step};
+/// # fn capture(client: &Client, plan: &Plan, request: &Request<'_>) -> Result<(), Error> {
+/// let mut lane = client.open_graph_lane()?;
+/// let gather = lane.arm(plan, Direction::Gather, request)?;
+/// for step in gather.steps() {
+///     match step {
+///         Step::Write(word) => { /* the graph writes it: cuStreamWriteValue64 while it is captured */ }
+///         Step::WaitAny(word) => { /* the graph waits: cuStreamWaitValue64, CU_STREAM_WAIT_VALUE_AND */ }
+///     }
+/// }
+/// // Work that is no stream of a device replays by itself.
+/// gather.replay(&lane, Duration::from_secs(1))?;
+/// lane.check()
+/// # }
+/// ```
 #[derive(Debug)]
 pub struct GraphLane {
     lanes: Arc<Lanes>,
