@@ -135,17 +135,25 @@ class Hooks:
         self.local.stream.write(self.memory, data, at)
         return self.memory.view((len(values),), offset=at, code=code, bits=bits)
 
+    def stage(self, into, tensor):
+        if tensor.shape[0]:
+            # Not as torch does it, but in the same order.
+            self.local.stream.synchronise()
+            data = read(tensor.address, ROW_BYTES * tensor.shape[0])
+            call("cuMemcpyHtoD_v2", ctypes.c_uint64(into.address), data, ctypes.c_size_t(len(data)))
+
     def wrap(self, capsule):
         self.kept.append(capsule)
         managed = ctypes.cast(pythonapi.PyCapsule_GetPointer(capsule, b"dltensor"), ctypes.POINTER(Managed))
-        return Wrapped(managed.contents.tensor.data)
+        tensor = managed.contents.tensor
+        return Wrapped(tensor.data, tensor.shape[: tensor.ndim])
 
 
 class Wrapped:
     """A result that lies in the client's pool."""
 
-    def __init__(self, address):
-        self.address = address
+    def __init__(self, address, shape=()):
+        self.address, self.shape = address, shape
 
 
 class Bed:
@@ -254,6 +262,12 @@ stream.synchronise()
 assert holds(listed, 5, 0, 0)
 held("values of the host are there when their turn has come")
 
+for none in ([], bed.rows(0, 0)):
+    plan.gather(none, [])
+    plan.scatter(bed.packed(1).memory.view((0, 2, 3, 8)), none)
+stream.synchronise()
+held("copies of no rows are copies")
+
 error = raised(statecopy.ArgumentError, lambda: plan.scatter(bed.packed(1, 2), bed.rows(1)))
 assert error.code == "PACKED_MISMATCH", error
 overlapping = bed.memory.view((1, 2, 3, 8))
@@ -346,6 +360,20 @@ assert holds(result, 4) and lost.client.counters()["pool_bytes_in_use"] > 0
 again = lost.plan.gather(lost.rows(4))
 assert lost.hooks.made == 1, "its memory is not tried again"
 held("results lie in the pool where the library's own memory cannot be shared")
+
+frozen = Bed()
+stream = frozen.hooks.use(Stream())
+frozen.plan.gather(frozen.rows(0))
+frozen.client.freeze()
+out = Memory(ROW_BYTES).view((1, 2, 3, 8))
+frozen.plan.scatter(frozen.packed(33), frozen.rows(1))
+assert frozen.plan.gather(frozen.rows(1), out=out) is out
+stream.synchronise()
+assert frozen.row(1) == {33} and holds(out, 33)
+counters = frozen.client.counters()
+assert counters["operands_copied"] == 2, counters
+frozen.client.close()
+held("after a freeze what is new is copied in the stream's order")
 
 bed.fill()
 stream, replayed = hooks.use(Stream()), Stream()

@@ -25,17 +25,19 @@ const CASES: [&str; 9] = [
     "",
 ];
 
-const STREAM_CASES: [&str; 17] = [
+const STREAM_CASES: [&str; 19] = [
     "a gather returns at once, and comes behind what its stream was asked before",
     "a scatter comes before what its stream is asked after it",
     "streams do not wait for each other",
     "values of the host are there when their turn has come",
+    "copies of no rows are copies",
     "a refusal raises, and its stream goes on",
     "results go where they are wanted, and what is submitted is waited for by the host",
     "threads take turns on one stream",
     "streams whose copies are done give their lanes to others",
     "memory is given up once the copies that were put on streams are made",
     "results lie in the pool where the library's own memory cannot be shared",
+    "after a freeze what is new is copied in the stream's order",
     "a captured copy is made at every replay, with the indices of then",
     "a graph that is gone gives back what it had",
     "a buffer of the pool that a graph writes is nobody else's",

@@ -216,7 +216,7 @@ pub(crate) fn driver(py: Python<'_>, error: &DriverError) -> PyErr {
     Failed {
         family: Some("Error"),
         code: None,
-        message: &format!("What is queued on the current stream cannot be waited for: {error}"),
+        message: &format!("The driver refuses what is asked of the current stream: {error}"),
         remedy: "Look for an earlier failure of a kernel of this process.",
         leaves: Leaves::NothingMoved,
         about: None,

@@ -141,7 +141,7 @@ impl<'a> Asker<'a> {
             let values: Vec<i64> = object.extract().map_err(|error: PyErr| {
                 INDICES.wrong(py, &format!("a list of integers of 64 bits is needed: {error}"))
             })?;
-            if self.order.is_none() || values.is_empty() {
+            if self.order.is_none() {
                 return self.bounded(py, IndexOperand::Int64(values));
             }
             self.check_selected(py, values.len() as u64)?;
@@ -229,7 +229,7 @@ impl<'a> Asker<'a> {
             if values.len() as u64 != selected {
                 return Err(wrong_count(values.len() as u64));
             }
-            if self.order.is_some() && !values.is_empty() {
+            if self.order.is_some() {
                 let uploaded = self.uploaded(values.into_pyobject(py)?, FLAGS)?;
                 return self.flags(&uploaded, selected);
             }

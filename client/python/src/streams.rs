@@ -305,13 +305,10 @@ impl Streams {
 
     /// Forgets the lanes of streams that lost a copy: their next copies begin anew.
     pub(crate) fn reset(&self) {
-        let lanes = mem::take(&mut lock(&self.table).lanes);
-        let (kept, _gone): (Vec<Known>, Vec<Known>) =
-            lanes.into_iter().partition(|known| lock(&known.lane).check().is_ok());
-        let mut table = lock(&self.table);
-        // Others may have opened lanes meanwhile.
-        let opened = mem::replace(&mut table.lanes, kept);
-        table.lanes.extend(opened);
+        let mut lanes = self.lanes();
+        lanes.retain(|lane| lock(lane).check().is_err());
+        let is_lost = |known: &Known| lanes.iter().any(|lane| Arc::ptr_eq(lane, &known.lane));
+        lock(&self.table).lanes.retain(|known| !is_lost(known));
     }
 
     /// Lets go of the memory that copies held which are done.

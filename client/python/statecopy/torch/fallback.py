@@ -53,8 +53,8 @@ class Fallback:
             try:
                 answer = ask()
             except Unavailable as error:
-                if error.about == "stream":
-                    # An earlier copy of the stream was lost: its rows are for the user to write again.
+                if error.about in ("stream", "graph"):
+                    # An earlier copy was lost: its rows are for the user to write again.
                     raise
                 if self._is_draining(error, deadline):
                     time.sleep(DRAIN_STEP_S)
