@@ -2,14 +2,17 @@
 
 #![expect(clippy::unwrap_used, reason = "a step that fails is a test that fails")]
 
+use std::any::Any;
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use statecopy_client::blocking::{Client, Plan};
+use statecopy_client::sharing::Regions;
 use statecopy_client::{
-    Address, ConnectOptions, DataType, Direction, Error, IndexWidth, Indices, Layer, Memory,
-    RefusalCode, Region, Registration, Request, StreamLane, Strides, Transport, Use,
+    Address, ConnectOptions, DataType, Direction, Error, IndexWidth, Indices, LaneWord, Layer,
+    Memory, RefusalCode, Region, Registration, Request, StreamLane, Strides, Transport, Tried, Use,
 };
 use statecopy_tests::{Daemon, DaemonOptions, PATIENCE, send_signal, until};
 
@@ -331,4 +334,124 @@ fn an_executor_that_waits_for_bells_sleeps_between_its_looks() {
     waits.ring();
     waits.wait(PATIENCE).unwrap();
     assert!(worker.has_row(1));
+}
+
+/// Rings a copy that was accepted, as a stream does, and waits until nothing of the lane is under way.
+fn ring(lane: &StreamLane, [bell, _]: [LaneWord; 2]) {
+    let (memory, _) = lane.memory();
+    memory.write_words(bell.offset, &[bell.value]).unwrap();
+    until("the copy is over", || lane.is_settled());
+}
+
+#[test]
+fn whoever_has_no_patience_hears_at_once_that_there_is_no_place_or_waits_for_the_check_later() {
+    let daemon = DaemonOptions::default().setting("lane_slots", "4").start();
+    let worker = Worker::new(&daemon);
+    let mut lane = worker.client.open_lane().unwrap();
+    let mut words = Vec::new();
+    for (slot, patience) in [PATIENCE, Duration::ZERO, PATIENCE, Duration::ZERO].iter().enumerate()
+    {
+        let request = worker.request(slot as u64);
+        let tried = lane.try_order(&worker.plan, Direction::Gather, &request, *patience).unwrap();
+        words.push(match tried {
+            Tried::Accepted(words) => words,
+            Tried::Asked(asked) => lane.accepted(&asked).unwrap(),
+            Tried::Full => panic!("there is a place for number {slot}"),
+        });
+    }
+    let request = worker.request(9);
+    let full = lane.try_order(&worker.plan, Direction::Gather, &request, PATIENCE).unwrap();
+    assert!(matches!(full, Tried::Full));
+    assert!(!lane.is_settled());
+    ring(&lane, words[3]);
+    assert!(
+        (0..4).all(|slot| worker.has_row(slot)) && !worker.has_row(9),
+        "nothing else was asked"
+    );
+    let beyond = Request::new(Indices::Int32(&[1]), worker.packed_region.at(0));
+    let refused = lane.try_order(&worker.plan, Direction::Gather, &beyond, PATIENCE).map(drop);
+    assert_eq!(Worker::code(refused), Some(RefusalCode::IndexType));
+    let accepted = lane.try_order(&worker.plan, Direction::Gather, &request, PATIENCE).unwrap();
+    let Tried::Accepted(words) = accepted else { panic!("{accepted:?}") };
+    ring(&lane, words);
+    assert!(worker.has_row(9));
+}
+
+#[test]
+fn a_lane_whose_stream_did_not_take_a_copy_takes_no_other() {
+    let daemon = Daemon::start();
+    let worker = Worker::new(&daemon);
+    let mut lane = worker.client.open_lane().unwrap();
+    let _unrung = lane.order(&worker.plan, Direction::Gather, &worker.request(1)).unwrap();
+    lane.distrust();
+    assert_eq!(Worker::code(lane.check()), Some(RefusalCode::Unavailable));
+    let again = lane.order(&worker.plan, Direction::Gather, &worker.request(2)).map(drop);
+    assert_eq!(Worker::code(again), Some(RefusalCode::Unavailable));
+    assert!(!lane.is_spent(), "its daemon lives");
+    let mut other = worker.client.open_lane().unwrap();
+    let ordered = other.order(&worker.plan, Direction::Gather, &worker.request(3)).unwrap();
+    ordered.ring();
+    ordered.wait(PATIENCE).unwrap();
+    assert!(worker.has_row(3) && !worker.has_row(1) && !worker.has_row(2));
+}
+
+#[test]
+fn a_lane_is_spent_once_its_daemon_is_gone_unless_it_lost_a_copy() {
+    let directory = tempfile::tempdir().unwrap();
+    let runtime = directory.path().join("run");
+    let mut daemon = DaemonOptions::default().runtime(&runtime).start();
+    let worker = Worker::new(&daemon);
+    let [mut fresh, mut done, mut lost, mut failed] =
+        [(); 4].map(|()| worker.client.open_lane().unwrap());
+    for lane in [&mut done, &mut failed] {
+        let ordered = lane.order(&worker.plan, Direction::Gather, &worker.request(1)).unwrap();
+        ordered.ring();
+        ordered.wait(PATIENCE).unwrap();
+        until("the copy is over", || lane.is_settled());
+    }
+    let other = worker.client.allocate("other", PAYLOAD).unwrap();
+    let region = worker.client.register_region(&other, Use::Packed).unwrap();
+    let at = worker.packed_region.at(INDICES_AT);
+    let indices = Indices::Shared { width: IndexWidth::Int32, at, selected: 1 };
+    let gone = Request::new(indices, region.at(0));
+    let ordered = failed.order(&worker.plan, Direction::Gather, &gone).unwrap();
+    worker.client.release_region(region).unwrap();
+    ordered.ring();
+    assert!(ordered.wait(PATIENCE).is_err());
+    let _unrung = lost.order(&worker.plan, Direction::Gather, &worker.request(2)).unwrap();
+    assert!([&fresh, &done, &lost, &failed].iter().all(|lane| !lane.is_spent()));
+    daemon.signal(Signal::KILL);
+    daemon.wait();
+    until("the end is seen", || done.is_spent());
+    assert!(fresh.is_spent());
+    until("the loss is seen", || lost.check().is_err());
+    assert!(!lost.is_spent() && !failed.is_spent());
+    assert_eq!(Worker::code(failed.check()), Some(RefusalCode::RegionUnknown));
+    let refused = fresh.order(&worker.plan, Direction::Gather, &worker.request(1)).map(drop);
+    assert!(refused.is_err());
+}
+
+#[test]
+fn memory_that_a_settled_copy_held_can_be_given_up() {
+    let daemon = Daemon::start();
+    let worker = Worker::new(&daemon);
+    let known = Regions::new(&worker.client);
+    let packed = worker.client.allocate("packed", PAYLOAD).unwrap();
+    let holder: Arc<dyn Any + Send + Sync> = Arc::new(());
+    let place = known.of_memory(&packed, Arc::downgrade(&holder), 0, PAYLOAD).unwrap().unwrap();
+    let mut lane = worker.client.open_lane().unwrap();
+    {
+        let at = worker.packed_region.at(INDICES_AT);
+        let indices = Indices::Shared { width: IndexWidth::Int32, at, selected: 1 };
+        let request = Request::new(indices, place);
+        let ordered = lane.order(&worker.plan, Direction::Gather, &request).unwrap();
+        drop(request);
+        assert_eq!(known.trim(), 0, "the copy is to come");
+        ordered.ring();
+        ordered.wait(PATIENCE).unwrap();
+        until("the copy is over", || ordered.is_settled());
+    }
+    assert_eq!(packed.read_vec(0, 512).unwrap(), [10; 512]);
+    lane.let_go();
+    assert_eq!(known.trim(), packed.bytes());
 }
