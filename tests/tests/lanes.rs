@@ -161,7 +161,7 @@ fn at_the_bound_a_worker_waits_for_a_place_and_is_overloaded_only_at_its_deadlin
     assert!(begun.elapsed() >= Duration::from_millis(50), "it waited");
     // A stream that rings meanwhile makes room.
     let (memory, _) = lane.memory();
-    let memory = std::sync::Arc::clone(memory);
+    let memory = Arc::clone(memory);
     let mut other = worker.client.open_lane().unwrap();
     let probe = other.order(&worker.plan, Direction::Gather, &worker.request(5)).unwrap();
     // Lanes are numbered one after the other: the first one's bell is one pair before the second's.
