@@ -80,7 +80,8 @@ pub(crate) fn daemon(setup: &Setup) -> Result<String> {
     Ok(format!("streams went on {:.0} ms after the kill: {codes:?}", freed.as_secs_f64() * 1e3))
 }
 
-/// The device process is killed while copies of many lanes and a graph have rung and none has started.
+/// The device process is killed while copies of several lanes and a graph have rung and none has started. A stream that waits may
+/// hold up others of its process, bells among them: how many have rung is the driver's business, but for the first.
 pub(crate) fn rung_copies(setup: &Setup) -> Result<String> {
     const LANES: u64 = 8;
     const EACH: u64 = 7;
@@ -88,7 +89,7 @@ pub(crate) fn rung_copies(setup: &Setup) -> Result<String> {
     let bed = bed(setup, &daemon, 0)?;
     let mut graph = graph(&bed, SLOTS - 1)?;
     let mut queues = (0..LANES).map(|_| bed.queue()).collect::<Result<Vec<_>>>()?;
-    let mut times = Vec::new();
+    let (mut times, mut rung) = (Vec::new(), 0);
     for round in 0..3 {
         let rows = bed.fill_cache(round)?;
         bed.clear_packed()?;
@@ -101,11 +102,13 @@ pub(crate) fn rung_copies(setup: &Setup) -> Result<String> {
         let stopped = daemon.stop_device_process()?;
         for (queue, asked) in queues.iter_mut().zip(asked.chunks(usize::try_from(EACH)?)) {
             asked.iter().try_for_each(|asked| queue.put(asked))?;
-            // The first copy of each lane has rung; the others' bells come after it.
-            eventually("the bell has rung", || Ok(queue.has_rung(&asked[0])?.then_some(())))?;
         }
         graph.replay()?;
-        ensure!(!has_row(&bed, &rows, 0)?, "a copy was made by a process that is stopped");
+        eventually("the first bell has rung", || Ok(queues[0].has_rung(&asked[0])?.then_some(())))?;
+        for (queue, asked) in queues.iter().zip(asked.chunks(usize::try_from(EACH)?)) {
+            rung += u64::from(queue.has_rung(&asked[0])?);
+            ensure!(!queue.stream.is_idle()?, "a copy was made by a process that is stopped");
+        }
         let killed = Instant::now();
         kill(stopped)?;
         queues.iter().try_for_each(Queue::finish)?;
@@ -116,7 +119,12 @@ pub(crate) fn rung_copies(setup: &Setup) -> Result<String> {
         }
         daemon.wait_for_another_than(stopped)?;
     }
-    Ok(format!("{} copies and a replay were made after {} s", LANES * EACH, times.join(", ")))
+    Ok(format!(
+        "{} copies and a replay were made after {} s; {rung} of {} lanes had rung",
+        LANES * EACH,
+        times.join(", "),
+        3 * LANES
+    ))
 }
 
 /// The device process is killed while copies run, one after the other on each of many streams.
