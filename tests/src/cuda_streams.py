@@ -495,7 +495,9 @@ assert error.about == "stream" and error.leaves == "unknown", (error, error.leav
 for copy in (lambda: plan.gather(bed.rows(1)), lambda: plan.scatter(bed.packed(9), bed.rows(1))):
     error = raised(statecopy.Error, copy)
     assert error.about == "stream" and error.leaves == "unknown", (error, error.leaves)
+assert raised(statecopy.Error, bed.client._core._check_stream).about == "stream"
 hooks.use(resting)
+bed.client._core._check_stream()
 error = raised(statecopy.Unavailable, lambda: plan.gather(bed.rows(1)))
 assert error.about != "stream" and error.leaves == "nothing_moved", (error, error.leaves)
 tell("start")

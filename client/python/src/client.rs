@@ -329,6 +329,15 @@ impl Client {
         streams.check(py).map_err(|failed| failed.raise(py))
     }
 
+    /// Raises where the current stream lost a copy: a copy that is made in its order by others than the daemon is not to hide that.
+    fn _check_stream(&self, py: Python<'_>) -> PyResult<()> {
+        let session = &self.session;
+        session.check(py)?;
+        let Some(streams) = session.streams() else { return Ok(()) };
+        let look = session.look(py, session.stream(py)?)?;
+        streams.check_stream(look.id).map_err(|failed| failed.raise(py))
+    }
+
     /// Lets streams that lost a copy begin anew.
     fn reset_lanes(&self, py: Python<'_>) -> PyResult<()> {
         self.session.check(py)?;

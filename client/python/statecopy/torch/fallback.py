@@ -66,6 +66,8 @@ class Fallback:
             if was_away:
                 self._come_back()
             return answer
+        # Calls that do not ask hear of a copy that their stream lost, too.
+        self._core._check_stream()
         result = local()
         with self._changing:
             self._counters[counter] += 1

@@ -297,6 +297,7 @@ class _Core:
     """A client whose copies are astray for a while."""
 
     closed = False
+    lost: statecopy.Unavailable | None = None
 
     def __init__(self, looks: int) -> None:
         self.looks = looks
@@ -304,6 +305,10 @@ class _Core:
     def has_stray_copies(self) -> bool:
         self.looks -= 1
         return self.looks >= 0
+
+    def _check_stream(self) -> None:
+        if self.lost is not None:
+            raise self.lost
 
 
 class TestWhenToFallBack:
@@ -325,6 +330,26 @@ class TestWhenToFallBack:
         with pytest.raises(statecopy.Unavailable):
             made.run("local_gathers", self.absent(), lambda: pytest.fail("it was copied here"))
         assert made.counters()["outages"] == 0
+
+    @pytest.mark.parametrize("about", ["stream", "graph"])
+    def test_not_in_the_place_of_a_copy_that_a_stream_lost(self, about: str) -> None:
+        core = _Core(looks=0)
+        made = Fallback(core, timeout_s=10.0)  # type: ignore[arg-type]
+        lost = statecopy.Unavailable("gone", code="UNAVAILABLE", leaves="unknown", about=about)
+
+        def ask() -> Any:
+            raise lost
+
+        with pytest.raises(statecopy.Unavailable) as raised:
+            made.run("local_gathers", ask, lambda: pytest.fail("it was copied here"))
+        assert raised.value is lost
+        # Also once another stream's call has found that the daemon is away.
+        assert made.run("local_gathers", self.absent(), lambda: 1) == 1
+        core.lost = lost
+        with pytest.raises(statecopy.Unavailable) as raised:
+            made.run("local_gathers", ask, lambda: pytest.fail("it was copied here"))
+        assert raised.value is lost
+        assert made.counters() == {"local_gathers": 1, "local_scatters": 0, "outages": 1}
 
     def test_not_for_a_daemon_that_goes_on_draining(self) -> None:
         made = Fallback(_Core(looks=0), timeout_s=0.05)  # type: ignore[arg-type]
