@@ -571,7 +571,8 @@ def lists_are_read_when_their_turn_has_come_and_refusals_leave_the_stream_usable
     torch.cuda._sleep(SLEEP_CYCLES)
     packed = plan.gather([3, -1, 5], [True, True, False])
     said = []
-    for wrong in (lambda: plan.gather(list(range(9))), lambda: plan.scatter(state[:2], [0, 1]), lambda: plan.gather([1], lane=2)):
+    inside = torch.as_strided(state, (2, 4, 16, 32), (2048, 512, 32, 1))
+    for wrong in (lambda: plan.gather(list(range(9))), lambda: plan.scatter(inside, [0, 1]), lambda: plan.gather([1], lane=2)):
         try:
             wrong()
         except statecopy.ArgumentError as error:

@@ -115,8 +115,8 @@ impl Capture {
 /// A stream, as it is now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StreamLook {
-    /// A number that no later stream of the process has, although its handle may come again. The handle, where the driver is
-    /// older than CUDA 12.0.
+    /// A number that no later stream of the process has, although its handle may come again. The handle, where the stream is
+    /// captured or the driver is older than CUDA 12.0.
     pub id: u64,
     /// The capture that work on it becomes part of.
     pub capture: Option<Capture>,
@@ -313,9 +313,11 @@ impl CudaGuest {
         self.context.visit(|current| {
             // SAFETY: the caller's own promise.
             let capture = unsafe { current.capture(handle) }?;
-            let has_ids = current.functions().stream_get_id.is_some();
+            // To ask a captured stream for its number would end the capture. It cannot be destroyed, so its handle tells it
+            // from others.
+            let has_id = capture.is_none() && current.functions().stream_get_id.is_some();
             // SAFETY: the caller's own promise.
-            let id = if has_ids { unsafe { current.stream_id(handle) }? } else { stream };
+            let id = if has_id { unsafe { current.stream_id(handle) }? } else { stream };
             Ok(StreamLook { id, capture })
         })
     }
@@ -326,7 +328,8 @@ impl CudaGuest {
     /// As [`CudaGuest::synchronize`].
     ///
     /// # Errors
-    /// NOT_FOUND where the driver is older than CUDA 12.0; else what it says.
+    /// NOT_FOUND where the driver is older than CUDA 12.0; else what it says, for example that the stream is captured: then the
+    /// capture has ended.
     pub unsafe fn stream_id(&self, stream: u64) -> Result<u64> {
         let stream = stream_of(stream);
         self.context.visit(|current| {

@@ -124,9 +124,11 @@ fn a_fault_in_one_order_is_seen_there() {
     let mut gathering = Gathering::of(&bed);
     let words = Words::new();
     let shared = bed.device.share_words(&words.mapping, words.range()).unwrap();
+    bed.stub.hold_kernels(Some(Whose::Any));
     bed.stub.fault_next_kernel(Some(Whose::Any));
     let signal = Signal { words: &shared, offset: words.at(0), value: 1 };
     let ticket = in_order(&mut gathering, 5, Some(signal), 1);
+    bed.stub.hold_kernels(None);
     let fault = gathering.fault(ticket);
     assert!(fault.0.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{fault}");
     assert_eq!(words.load(0), 0, "nothing says that the bytes are there");
@@ -453,4 +455,23 @@ fn a_stream_of_another_device_is_refused_and_nothing_is_put_on_it() {
     // One of the device's own is none the worse for it.
     worker.enqueue(own, &operations[..1]);
     until(|| worker.words.load(0) == 1);
+}
+
+#[test]
+fn a_look_at_a_captured_stream_ends_no_capture() {
+    let bed = Bed::open();
+    let worker = Worker::new(&bed);
+    let (stream, other) = (worker.stream(), worker.stream());
+    let look = |stream| {
+        // SAFETY: the streams are of this test.
+        unsafe { worker.guest.look(stream) }.unwrap()
+    };
+    assert_eq!(look(stream).capture, None);
+    assert_ne!(look(stream).id, look(other).id);
+    worker.begin(stream);
+    let captured = look(stream);
+    assert_eq!(captured.capture, worker.capture(stream));
+    assert!(captured.capture.is_some());
+    assert_eq!(look(stream), captured);
+    worker.end(stream);
 }

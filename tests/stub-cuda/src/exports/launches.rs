@@ -92,7 +92,12 @@ exported! {
         stream.wait_idle();
         process.sticky()
     };
-    cuStreamGetId(stream: Opaque, id: Out<u64>) |process| id.put(process.stream(stream)?.id());
+    cuStreamGetId(stream: Opaque, id: Out<u64>) |process| {
+        let stream = process.stream(stream)?;
+        // As of driver 580: it is one of the calls that end a capture.
+        process.check_not_captured(&stream)?;
+        id.put(stream.id())
+    };
     cuMemcpyHtoDAsync_v2(to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: Opaque) |process| {
         let (stream, bytes) = (process.stream(stream)?, bytes as u64);
         check_copy(process, to, from, bytes)?;
