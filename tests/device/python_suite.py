@@ -536,6 +536,7 @@ def streams_and_threads_each_keep_their_own_order(bed):
         except BaseException as error:
             failed.append(error)
 
+    torch.cuda.synchronize()
     threads = [threading.Thread(target=work, args=(row,)) for row in range(8)]
     for thread in threads:
         thread.start()
@@ -590,10 +591,14 @@ def pooled_buffers_change_streams_in_order(bed):
 
     state, _ = bed.cache(rows=2, payload=(12, 128, 128))
     state[0], state[1] = 1, 2
+    # Results of 12 MiB have memory of their own, which is not registered any more; the pool has room for one.
     with bed.connect(pool_bytes_max=16 << 20) as client:
-        plan = client.register({"layer": state}, max_selected=8)["layer"]
-        ones, twos = (torch.full((8,), row, device="cuda", dtype=torch.int32) for row in (0, 1))
-        plan.gather(ones)
+        plan = client.register({"layer": state}, max_selected=16)["layer"]
+        ones, twos = (torch.full((16,), row, device="cuda", dtype=torch.int32) for row in (0, 1))
+        for indices in (ones, twos):
+            plan.scatter(state[:1].clone(), indices[:1].clone())
+            plan.gather(indices[:1])
+        state[0], state[1] = 1, 2
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         client.freeze()
@@ -611,6 +616,7 @@ def pooled_buffers_change_streams_in_order(bed):
             del again
         client.check()
         counters = client.counters()
+    assert counters["pool_hits"] >= 30, counters
     return f"{counters['pool_hits']} hits, {counters['pool_misses']} misses of {counters['pool_bytes'] >> 20} MiB"
 
 
@@ -686,6 +692,55 @@ def compiled_code_is_captured(bed):
 
 
 @case("default")
+def a_capture_goes_on_while_other_threads_copy(bed):
+    import threading
+
+    import torch
+
+    state, _ = bed.cache(rows=64)
+    plan, failed, ready, over, copies = bed.plan(state), [], threading.Event(), threading.Event(), [0]
+    indices = torch.arange(4, device="cuda", dtype=torch.int32)
+    torch.cuda.synchronize()
+
+    def work():
+        try:
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                packed = torch.empty(4, *state.shape[1:], device="cuda")
+                while not over.is_set():
+                    plan.gather(indices, out=packed)
+                    plan.scatter(packed, indices)
+                    copies[0] += 1
+                    ready.set()
+        except BaseException as error:
+            failed.append(error)
+            ready.set()
+
+    graph, one = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+    plan.gather(indices)
+    thread = threading.Thread(target=work)
+    thread.start()
+    ready.wait(READY_S)
+    before = copies[0]
+    try:
+        with torch.cuda.graph(graph):
+            one.add_(1)
+            packed = plan.gather(indices)
+            deadline = time.monotonic() + READY_S
+            while copies[0] < before + 200 and not failed and time.monotonic() < deadline:
+                time.sleep(0.001)
+            one.add_(1)
+    finally:
+        over.set()
+        thread.join()
+    assert not failed, failed
+    graph.replay()
+    assert float(one[0]) == 2 and same(packed, gathered(state, indices))
+    bed.client.check()
+    return f"{copies[0] - before} pairs of copies during the capture"
+
+
+@case("default")
 def a_graph_outlives_sleep_and_says_when_its_layer_is_gone(bed):
     import statecopy
     import torch
@@ -728,23 +783,26 @@ def a_graph_outlives_sleep_and_says_when_its_layer_is_gone(bed):
 def what_a_graph_has_of_the_pool_is_its_own(bed):
     import torch
 
-    state, _ = bed.cache(rows=64)
+    state, _ = bed.cache(rows=64, payload=(12, 128, 128))
     with bed.connect() as client:
-        plan = client.register({"layer": state}, max_selected=8)["layer"]
-        indices = torch.arange(8, device="cuda", dtype=torch.int32)
-        plan.gather(indices)
+        plan = client.register({"layer": state}, max_selected=16)["layer"]
+        indices = torch.arange(16, device="cuda", dtype=torch.int32)
+        plan.gather(indices[:1])
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         client.freeze()
-        total = torch.zeros((), device="cuda")
+        total = torch.zeros((), device="cuda", dtype=torch.float64)
         graph, _ = captured(lambda: total.copy_(plan.gather(indices).double().sum()))
         for turn in range(20):
             others = [plan.gather(indices) for _ in range(4)]
             state.fill_(turn)
             graph.replay()
-            assert float(total) == turn * 8 * state[0].numel(), turn
+            assert float(total) == turn * 16 * state[0].numel(), turn
             del others
         client.check()
-        return f"{client.counters()['pool_buffers']} buffers"
+        counters = client.counters()
+        assert counters["pool_buffers"] >= 5, counters
+        return f"{counters['pool_buffers']} buffers"
 
 
 @case("default")
@@ -780,7 +838,7 @@ def a_daemon_that_dies_frees_waiting_streams_and_the_loss_is_raised(bed):
     deadline = time.monotonic() + READY_S
     with torch.cuda.stream(resting):
         while True:
-            with contextlib.suppress(statecopy.Unavailable):
+            with contextlib.suppress(statecopy.Error):
                 assert same(plan.gather(indices), gathered(state, indices))
                 break
             assert time.monotonic() < deadline, "the next daemon is not found"

@@ -260,6 +260,7 @@ listed = plan.gather([4, -1, 5], [True, True, False])
 stream.go_on()
 stream.synchronise()
 assert holds(listed, 5, 0, 0)
+assert (plan.route([4]).how, plan.route(bed.rows(4)).how) == ("copied", "in_place")
 held("values of the host are there when their turn has come")
 
 for none in ([], bed.rows(0, 0)):

@@ -175,9 +175,14 @@ macro_rules! plan_class {
                 let stream = session.stream(py)?;
                 let asker = Asker { session, published, stream, order: None, beside: None };
                 Ok(match asker.indices(indices)? {
-                    IndexOperand::Int32(_) | IndexOperand::Int64(_) => {
-                        Route { how: "inline", address: None }
-                    }
+                    // Values of the host are copied to the device, for a copy in a stream's order.
+                    IndexOperand::Int32(_) | IndexOperand::Int64(_) => Route {
+                        how: match session.completion() {
+                            Completion::Host => "inline",
+                            Completion::Stream => "copied",
+                        },
+                        address: None,
+                    },
                     IndexOperand::Shared(_, shared) => Route {
                         how: if shared.copied_to.is_some() { "copied" } else { "in_place" },
                         address: Some(shared.address),

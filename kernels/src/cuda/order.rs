@@ -316,8 +316,11 @@ impl CudaGuest {
             // To ask a captured stream for its number would end the capture. It cannot be destroyed, so its handle tells it
             // from others.
             let has_id = capture.is_none() && current.functions().stream_get_id.is_some();
+            if !has_id {
+                return Ok(StreamLook { id: stream, capture });
+            }
             // SAFETY: the caller's own promise.
-            let id = if has_id { unsafe { current.stream_id(handle) }? } else { stream };
+            let id = current.relaxed(|current| unsafe { current.stream_id(handle) })?;
             Ok(StreamLook { id, capture })
         })
     }
