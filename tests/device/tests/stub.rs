@@ -37,10 +37,14 @@ mod slow {
     }
 
     #[test]
-    fn so_do_those_of_streams_where_the_driver_says_that_there_is_mps() {
+    fn so_do_those_of_streams_with_mps_where_streams_share_two_connections() {
         let stub = Stub::create().unwrap();
         stub.set(Knob::Mps, true);
-        let said = suite(&stub, &["--mps", "stream", "bell", "ring", "killed"]);
+        stub.set(Knob::SharedConnections, true);
+        let said = suite(
+            &stub,
+            &["--mps", "stream", "bell", "ring", "rung", "killed", "graph", "replay", "capture"],
+        );
         assert!(said.trim_end().ends_with(" ok, 0 failed, with MPS"), "{said}");
     }
 }

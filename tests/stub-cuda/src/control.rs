@@ -44,6 +44,8 @@ pub enum Knob {
     PoolMemory,
     /// Devices say that only one process may have a context on them. Nobody is refused for it.
     Exclusive,
+    /// Streams share a process's connections to the device: so many as `CUDA_DEVICE_MAX_CONNECTIONS` says, or 8, or 2 with MPS.
+    SharedConnections,
 }
 
 /// What happens to a call.

@@ -22,6 +22,7 @@ mod abi;
 mod attributes;
 mod captures;
 mod compiler;
+mod connections;
 mod control;
 mod devices;
 mod events;

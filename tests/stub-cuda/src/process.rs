@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::abi::{CUdevice, CUresult, Opaque};
 use crate::captures::{self, Capture};
+use crate::connections::Connections;
 use crate::control::{Act, Control, Knob};
 use crate::devices::StubDevice;
 use crate::events::Event;
@@ -53,6 +54,7 @@ pub(crate) struct Process {
     pub(crate) trace: Trace,
     pub(crate) ledger: Ledger,
     pub(crate) devices: Vec<StubDevice>,
+    pub(crate) connections: Connections,
     memory: RwLock<Memory>,
     objects: Mutex<Objects>,
     /// The error that every call gives from now on; zero while there is none.
@@ -115,6 +117,7 @@ impl Process {
         let ledger = Ledger::open(&directory).map_err(failed)?;
         Ok(Self {
             directory,
+            connections: Connections::new(&control),
             control,
             trace,
             ledger,
@@ -264,7 +267,7 @@ pub(crate) fn failed(_: io::Error) -> CUresult {
 }
 
 #[expect(clippy::disallowed_methods, reason = "a driver is set up by its environment")]
-fn variable(name: &str) -> Option<PathBuf> {
+pub(crate) fn variable(name: &str) -> Option<PathBuf> {
     std::env::var_os(name).map(PathBuf::from)
 }
 

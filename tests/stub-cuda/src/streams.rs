@@ -8,6 +8,7 @@ use statecopy_kernels::cuda::Production;
 
 use crate::abi::{CUdevice, CUresult, Opaque, flag};
 use crate::captures::Capture;
+use crate::connections::Connection;
 use crate::graphs::Executable;
 use crate::kernels::{self, Launch};
 use crate::mapping::{self, Address};
@@ -35,6 +36,20 @@ pub(crate) enum Work {
     Free(Address),
 }
 
+impl Work {
+    /// Whether it may wait for others.
+    fn may_wait(&self) -> bool {
+        match self {
+            Self::Wait { .. } | Self::After(_) | Self::Graph(_) => true,
+            Self::Kernel(_)
+            | Self::Produce(_)
+            | Self::Write { .. }
+            | Self::Copy { .. }
+            | Self::Free(_) => false,
+        }
+    }
+}
+
 /// How much a stream was asked.
 #[derive(Debug, Clone)]
 pub(crate) struct Place {
@@ -58,6 +73,7 @@ pub(crate) struct Stream {
     non_blocking: bool,
     default: bool,
     process: Weak<Process>,
+    connection: Arc<Connection>,
     capture: Mutex<Option<Arc<Capture>>>,
     queue: Mutex<Queue>,
     /// Notified when there is work, or the end.
@@ -68,7 +84,8 @@ pub(crate) struct Stream {
 
 #[derive(Debug, Default)]
 struct Queue {
-    work: VecDeque<Work>,
+    /// Each with its number on the connection.
+    work: VecDeque<(u64, Work)>,
     /// The first thing is being done; it has left the queue.
     busy: bool,
     ended: bool,
@@ -92,6 +109,7 @@ impl Stream {
             non_blocking,
             default,
             process: Arc::downgrade(process),
+            connection: process.connections.next(),
             capture: Mutex::default(),
             queue: Mutex::default(),
             filled: Condvar::new(),
@@ -150,7 +168,7 @@ impl Stream {
             queue.runs = true;
         }
         queue.asked += 1;
-        queue.work.push_back(work);
+        queue.work.push_back((self.connection.ask(), work));
         self.filled.notify_one();
         Ok(())
     }
@@ -175,13 +193,9 @@ impl Stream {
     }
 
     fn run(&self, process: &Weak<Process>) {
-        while let Some(work) = self.next() {
-            // After a sticky error nothing is done any more, and no word says that it was.
-            if let Some(process) = process.upgrade()
-                && process.sticky().is_ok()
-                && let Err(error) = perform(&process, &work)
-            {
-                process.fault(error);
+        while let Some((number, work)) = self.next() {
+            if let Some(process) = process.upgrade() {
+                self.perform(&process, number, &work);
             }
             // What it holds goes first: a graph's end may be waited for.
             drop(work);
@@ -194,8 +208,22 @@ impl Stream {
         }
     }
 
+    fn perform(&self, process: &Arc<Process>, number: u64, work: &Work) {
+        self.connection.wait(number, process);
+        if !work.may_wait() {
+            self.connection.pass(number);
+        }
+        // After a sticky error nothing is done any more, and no word says that it was.
+        if process.sticky().is_ok()
+            && let Err(error) = perform(process, work)
+        {
+            process.fault(error);
+        }
+        self.connection.pass(number);
+    }
+
     /// Waits for the next thing; `None` at the end.
-    fn next(&self) -> Option<Work> {
+    fn next(&self) -> Option<(u64, Work)> {
         let queue = self.queue();
         let nothing = |queue: &mut Queue| queue.work.is_empty() && !queue.ended;
         let waited = self.filled.wait_while(queue, nothing);

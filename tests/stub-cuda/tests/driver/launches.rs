@@ -245,3 +245,33 @@ fn a_module_is_loaded_where_there_is_code_for_the_device() {
     stub.set(Knob::NoBinary, true);
     assert_eq!(driver.load_module(), Err(CUresult::NO_BINARY_FOR_GPU));
 }
+
+#[test]
+fn a_stream_that_waits_holds_up_the_others_of_its_connection() {
+    const GEQ: u32 = 0;
+    // As a client of MPS a process has two.
+    for (shared, held) in [(false, 0), (true, 1)] {
+        let stub = Stub::create().unwrap();
+        stub.set(Knob::Mps, true);
+        stub.set(Knob::SharedConnections, shared);
+        let driver = Driver::open(&stub);
+        let words = out(|at| driver.cuMemHostAlloc(at, 4096, 3)).unwrap();
+        let streams = [(); 3].map(|()| driver.stream().unwrap());
+        driver.cuStreamWaitValue64_v2(streams[0], words, 1, GEQ).unwrap();
+        for (stream, place) in streams.iter().zip(0..).skip(1) {
+            driver.cuStreamWriteValue64_v2(*stream, words + 8 + 8 * place, 1, 0).unwrap();
+        }
+        let written = || {
+            let bytes = driver.read(words + 16, 16).unwrap();
+            bytes.iter().map(|byte| u32::from(*byte)).sum::<u32>()
+        };
+        driver.cuStreamSynchronize(streams[1]).unwrap();
+        if !shared {
+            driver.cuStreamSynchronize(streams[2]).unwrap();
+        }
+        assert_eq!(written(), 2 - held);
+        let one = 1_u64.to_le_bytes();
+        driver.cuMemcpyHtoD_v2(words, one.as_ptr().cast(), one.len()).unwrap();
+        until("the streams go on", || written() == 2);
+    }
+}
