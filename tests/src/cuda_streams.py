@@ -6,6 +6,7 @@ answers each with a line. Prints the name of each case that holds, and ends with
 
 import array
 import ctypes
+import math
 import os
 import random
 import sys
@@ -34,7 +35,7 @@ class Stream:
         call("cuMemHostAlloc", ctypes.byref(self.pinned), ctypes.c_size_t(PINNED), 2)
         self.place, self.turn = ctypes.c_uint64(), 0
         call("cuMemHostGetDevicePointer_v2", ctypes.byref(self.place), self.pinned, 0)
-        self.word = ctypes.c_uint64.from_address(self.pinned.value)
+        self.word, self.is_captured = ctypes.c_uint64.from_address(self.pinned.value), False
 
     def hold(self):
         self.turn += 1
@@ -64,7 +65,9 @@ class Stream:
     def capture(self, copies):
         """A graph of what `copies` asks of the stream, and what `copies` gives."""
         call("cuStreamBeginCapture_v2", self.handle, 0)
+        self.is_captured = True
         given = copies()
+        self.is_captured = False
         graph = ctypes.c_void_p()
         call("cuStreamEndCapture", self.handle, ctypes.byref(graph))
         return Graph(graph), given
@@ -124,7 +127,7 @@ class Hooks:
 
         def make(shape):
             self.made += 1
-            return Made(self.memory.view(shape, offset=self.room(ROW_BYTES * shape[0])))
+            return Made(self.memory.view(shape, offset=self.room(4 * math.prod(shape))))
 
         return make
 
@@ -138,9 +141,10 @@ class Hooks:
     def stage(self, into, tensor):
         if tensor.shape[0]:
             # Not as torch does it, but in the same order.
-            self.local.stream.synchronise()
-            data = read(tensor.address, ROW_BYTES * tensor.shape[0])
-            call("cuMemcpyHtoD_v2", ctypes.c_uint64(into.address), data, ctypes.c_size_t(len(data)))
+            stream = self.local.stream
+            if not stream.is_captured:
+                stream.synchronise()
+            stream.write(into, read(tensor.address, ROW_BYTES * tensor.shape[0] if len(tensor.shape) > 1 else 8))
 
     def wrap(self, capsule):
         self.kept.append(capsule)
@@ -373,8 +377,43 @@ stream.synchronise()
 assert frozen.row(1) == {33} and holds(out, 33)
 counters = frozen.client.counters()
 assert counters["operands_copied"] == 2, counters
+unknown = Memory(64)
+unknown.write(array.array("i", [1, 2]))
+rows, few = unknown.view((2,), code=INT), frozen.vectors.view((1,), code=UINT, bits=8)
+frozen.hooks.kept.clear()
+held_before = frozen.client.counters()["pool_bytes_in_use"]
+graph, error = stream.capture(lambda: raised(statecopy.ArgumentError, lambda: frozen.plan.gather(rows, few)))
+frozen.hooks.kept.clear()
+assert error.code == "FLAGS_MISMATCH", error
+assert frozen.client.counters()["pool_bytes_in_use"] > held_before, "the graph writes what was copied for it"
+graph.replay(stream)
+stream.synchronise()
+graph.end()
+until(
+    "what the graph had is given back",
+    lambda: frozen.client.check() is None and frozen.client.counters()["pool_bytes_in_use"] == held_before,
+)
 frozen.client.close()
 held("after a freeze what is new is copied in the stream's order")
+
+sets = Bed()
+stream = sets.hooks.use(Stream())
+halves = {name: sets.memory.view((6, 2, 3, 8), offset=at * 6 * ROW_BYTES) for at, name in enumerate("ab")}
+both = sets.client.register(halves, max_selected=4, sets={"both": ["a", "b"]}).sets["both"]
+stream.hold()
+packed = both.gather_all(sets.rows(2, 2))
+both.scatter_all(packed, sets.rows(4, 2))
+stream.go_on()
+stream.synchronise()
+assert packed.shape == (2, 2, 2, 3, 8) and holds(packed, 3, 4, 9, 10), packed.shape
+assert [sets.row(row) for row in (4, 5, 10, 11)] == [{3}, {4}, {9}, {10}]
+graph, _ = stream.capture(lambda: both.scatter_all(packed, sets.rows(0, 2)))
+graph.replay(stream)
+stream.synchronise()
+assert [sets.row(row) for row in (0, 1, 6, 7)] == [{3}, {4}, {9}, {10}]
+graph.end()
+sets.client.close()
+held("a set of layers is copied by one request, on a stream and in a graph")
 
 bed.fill()
 stream, replayed = hooks.use(Stream()), Stream()

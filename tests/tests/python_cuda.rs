@@ -25,7 +25,7 @@ const CASES: [&str; 9] = [
     "",
 ];
 
-const STREAM_CASES: [&str; 19] = [
+const STREAM_CASES: [&str; 20] = [
     "a gather returns at once, and comes behind what its stream was asked before",
     "a scatter comes before what its stream is asked after it",
     "streams do not wait for each other",
@@ -38,6 +38,7 @@ const STREAM_CASES: [&str; 19] = [
     "memory is given up once the copies that were put on streams are made",
     "results lie in the pool where the library's own memory cannot be shared",
     "after a freeze what is new is copied in the stream's order",
+    "a set of layers is copied by one request, on a stream and in a graph",
     "a captured copy is made at every replay, with the indices of then",
     "a graph that is gone gives back what it had",
     "a buffer of the pool that a graph writes is nobody else's",

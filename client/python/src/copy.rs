@@ -228,7 +228,7 @@ impl Prepared {
         let ask = Ask { handle: self.stream, stream: look.id, plan, direction, request };
         let put = match &look.capture {
             None => streams.order(py, ask),
-            Some(capture) => streams.record(py, ask, capture, self.buffers().cloned().collect()),
+            Some(capture) => streams.record(py, ask, capture),
         };
         if let Err(failed) = put {
             if failed.is_unknown() {
@@ -332,15 +332,12 @@ impl Prepared {
 
     /// The copy may run yet: what it touches is never used for another one.
     pub(crate) fn abandon(&self) {
-        self.buffers().for_each(|buffer| buffer.discard());
-    }
-
-    /// What of the pool it touches.
-    fn buffers(&self) -> impl Iterator<Item = &Arc<Buffer>> {
         let indices = self.indices.shared().and_then(|shared| shared.copied_to.as_ref());
         let flags = self.flags.as_ref().and_then(FlagOperand::shared);
         let flags = flags.and_then(|shared| shared.copied_to.as_ref());
-        [indices, flags, self.packed.buffer()].into_iter().flatten()
+        for buffer in [indices, flags, self.packed.buffer()].into_iter().flatten() {
+            buffer.discard();
+        }
     }
 }
 

@@ -78,6 +78,26 @@ impl Graphs {
 }
 
 impl Streams {
+    /// Gives a buffer of the pool to the graph that the stream is captured into, before anything of the capture touches it: what was
+    /// captured is replayed, also where the copy is refused that it was for.
+    ///
+    /// # Errors
+    /// See [`Failed`].
+    pub(crate) fn give(
+        &self,
+        py: Python<'_>,
+        (capture, stream): (&Capture, u64),
+        buffer: &Arc<Buffer>,
+    ) -> Result<(), Failed> {
+        py.detach(|| {
+            let graph = self.graph(capture, stream)?;
+            // Nobody knows when the last replay's readers are done.
+            buffer.discard();
+            lock(&graph.recorded).buffers.push(Arc::clone(buffer));
+            Ok(())
+        })
+    }
+
     /// Puts a copy into the graph that the stream is captured into. Arming it is a call of the daemon.
     ///
     /// # Errors
@@ -87,21 +107,19 @@ impl Streams {
         py: Python<'_>,
         ask: Ask<'_>,
         capture: &Capture,
-        buffers: Vec<Arc<Buffer>>,
     ) -> Result<(), Failed> {
         py.detach(|| {
-            self.graphs.sweep();
-            let graph = match self.graphs.find(capture, ask.stream) {
-                Some(graph) => graph,
-                None => self.open_graph(capture, ask.stream)?,
-            };
-            let mut recorded = lock(&graph.recorded);
-            self.record_in(&mut recorded, ask)?;
-            // Nobody knows when the last replay's readers are done.
-            buffers.iter().for_each(|buffer| buffer.discard());
-            recorded.buffers.extend(buffers);
-            Ok(())
+            let graph = self.graph(capture, ask.stream)?;
+            self.record_in(&mut lock(&graph.recorded), ask)
         })
+    }
+
+    fn graph(&self, capture: &Capture, stream: u64) -> Result<Arc<Graph>, Failed> {
+        self.graphs.sweep();
+        match self.graphs.find(capture, stream) {
+            Some(graph) => Ok(graph),
+            None => self.open_graph(capture, stream),
+        }
     }
 
     fn record_in(&self, recorded: &mut Recorded, ask: Ask<'_>) -> Result<(), Failed> {

@@ -380,10 +380,9 @@ impl<'a> Asker<'a> {
     /// # Errors
     /// As [`Session::take`].
     pub(crate) fn take(self, py: Python<'_>, bytes: u64) -> PyResult<Arc<Buffer>> {
-        if self.order.is_some_and(|look| look.capture.is_some()) {
-            self.session.take_for_graph(py, bytes)
-        } else {
-            self.session.take(py, bytes, self.stream)
+        match self.order {
+            Some(look) if look.capture.is_some() => self.session.take_for_graph(py, bytes, look),
+            _ => self.session.take(py, bytes, self.stream),
         }
     }
 

@@ -216,13 +216,23 @@ impl Session {
         taken.map(Arc::new).map_err(|error| errors::raise(py, &error))
     }
 
-    /// A pooled buffer that nothing reaches, for a graph that is captured.
+    /// A pooled buffer that nothing reaches, which belongs to the graph that the stream is captured into from now on.
     ///
     /// # Errors
-    /// As [`Session::take`].
-    pub(crate) fn take_for_graph(&self, py: Python<'_>, bytes: u64) -> PyResult<Arc<Buffer>> {
+    /// As [`Session::take`]; what opening the graph's lane says.
+    pub(crate) fn take_for_graph(
+        &self,
+        py: Python<'_>,
+        bytes: u64,
+        look: StreamLook,
+    ) -> PyResult<Arc<Buffer>> {
         let taken = py.detach(|| self.pool.take_for_graph(bytes.max(1)));
-        taken.map(Arc::new).map_err(|error| errors::raise(py, &error))
+        let buffer = Arc::new(taken.map_err(|error| errors::raise(py, &error))?);
+        if let (Some(streams), Some(capture)) = (self.streams(), &look.capture) {
+            let given = streams.give(py, (capture, look.id), &buffer);
+            given.map_err(|failed| failed.raise(py))?;
+        }
+        Ok(buffer)
     }
 
     /// Keeps the tensors of a new registration, and lets go of those of the one before.
