@@ -665,6 +665,43 @@ def a_captured_step_copies_at_every_replay(bed):
 
 
 @case("default")
+def graphs_of_several_sizes_share_their_memory_and_copy_sets_of_layers(bed):
+    import torch
+
+    states = {name: bed.cache(rows=64)[0] for name in ("a", "b", "c")}
+    plans = bed.client.register(states, max_selected=16, sets={"all": list(states)})
+    plan, graphs, pool = plans.sets["all"], [], None
+    for selected in (16, 4, 1):
+        indices = torch.zeros(selected, device="cuda", dtype=torch.int64)
+
+        def step(indices=indices):
+            packed = plan.gather_all(indices)
+            for _ in range(3):
+                plan.scatter_all(packed * 2, indices)
+                packed = plan.gather_all(indices)
+            return packed
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            packed = step()
+        pool = graph.pool()
+        graphs.append((graph, indices, packed))
+    for turn in range(30):
+        graph, indices, packed = graphs[turn % 3]
+        indices.copy_(torch.randperm(64, device="cuda")[: len(indices)])
+        for state in states.values():
+            state.fill_(turn + 1)
+        graph.replay()
+        assert bool((packed == 8 * (turn + 1)).all()), turn
+        for state in states.values():
+            assert bool((state[indices] == 8 * (turn + 1)).all()), turn
+    bed.client.check()
+    return "3 graphs, 30 replays"
+
+
+@case("default")
 def compiled_code_is_captured(bed):
     import statecopy.torch
     import torch
