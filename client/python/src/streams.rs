@@ -22,7 +22,9 @@ use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use statecopy_client::blocking::{Client, Plan};
-use statecopy_client::{Direction, Error, LaneWord, RefusalCode, Request, StreamLane, Tried};
+use statecopy_client::{
+    Direction, Error, LaneWord, Leaves, RefusalCode, Request, StreamLane, Tried,
+};
 use statecopy_descriptors::Mapping;
 use statecopy_kernels::cuda::{CudaGuest, DriverError, GuestWords, StreamOp};
 use statecopy_proto::Refusal;
@@ -98,7 +100,7 @@ impl Failed {
     /// Whether what the copy touches may change yet.
     pub(crate) fn is_unknown(&self) -> bool {
         match self {
-            Self::Refused(error) => error.leaves() == statecopy_client::Leaves::Unknown,
+            Self::Refused(error) => error.leaves() == Leaves::Unknown,
             Self::Stream(_) | Self::Driver(_) | Self::Graph(_) => true,
         }
     }

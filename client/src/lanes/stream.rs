@@ -214,7 +214,7 @@ impl StreamLane {
         Ok(Some(sequence))
     }
 
-    /// Gives up what copies held that are settled. Not before the next request, otherwise.
+    /// Lets go of the memory that settled copies held, as the next request would.
     pub fn let_go(&mut self) {
         // Words that cannot be read are told of elsewhere.
         let _place = self.submitter.place();

@@ -6,6 +6,7 @@
         plans = client.register({"layers.0": cache}, max_selected=64)
         packed = plans["layers.0"].gather(indices, has_initial_state)
         plans["layers.0"].scatter(final_state, indices)
+        client.check()  # once a step: on a GPU the copies are in the order of the current stream
 
 Needs torch 2.6 or later. Importing it defines the operators ``statecopy::kda_state_gather`` and
 ``statecopy::kda_state_scatter``, so that a compiled model may hold the copies of its layers.
