@@ -391,7 +391,8 @@ impl Buffer {
         self.bytes
     }
 
-    /// It is not used again: a copy that nobody knows the end of may write it yet. It is given up once it was dropped.
+    /// It is not used again: a copy that nobody knows the end of may write it yet. Once it was dropped the next [`Pool::trim`] frees it;
+    /// on the host also the next buffer that is made.
     pub fn discard(&self) {
         self.discarded.store(true, Ordering::Relaxed);
     }
