@@ -35,6 +35,7 @@ HERE = Path(__file__).resolve().parent
 for folder in (HERE, HERE.parents[1] / "client" / "python" / "tests"):
     sys.path.insert(0, str(folder))
 
+import step  # noqa: E402
 import torch  # noqa: E402
 from paths import GPU_ONLY, MEANINGS, Inputs, Peers, is_daemon, triton_rival  # noqa: E402
 
@@ -59,6 +60,7 @@ RATIOS = {("host", "gather", selected): (("torch_index", "index_select"), 1.0) f
 RATIOS |= {("cuda", "gather", 1): (("triton",), 0.7), ("cuda", "gather", 8): (("triton",), 0.6)}
 SHARE_US_MAX = 3.0
 ENQUEUE_MAX = 1.0
+STEP_MAX = 0.8
 # Variables that the daemon may see: where its kernels and its compiler are.
 SETTINGS = ("STATECOPY_ARTIFACT_", "STATECOPY_CUDA__")
 # Of the compiler, the environment and the allocator, as the daemon counts them itself.
@@ -277,6 +279,12 @@ def chosen(parts: str) -> list[Case]:
     return [case for case in cases if not wanted or any(part in case.name for part in wanted)]
 
 
+def has_step(parts: str, device: str) -> bool:
+    """Whether the copies of a whole step are chosen: a GPU has them."""
+    wanted = [part for part in parts.split(",") if part]
+    return device != "cpu" and (not wanted or any(part in step.NAME for part in wanted))
+
+
 def rust_client(program: Path, address: str, cases: list[Case], device: str, trials: int, seed: int) -> dict[str, Any]:
     """What `statecopy bench` measures at the same daemon: the Rust client's own call of the same cases."""
     with tempfile.TemporaryDirectory() as home:
@@ -365,6 +373,11 @@ def report(record: dict[str, Any], cases: list[Case]) -> None:
         # Of larger copies the two medians differ by more than what is sought.
         if rust is not None and case.operation != "scatter" and case.packed_bytes <= WARMED_BYTES_MAX:
             verdict(f"{case.name}: Python's share in us", found["daemon"] - rust["wall"]["ring"], SHARE_US_MAX)
+    if step.NAME in medians:
+        found = medians[step.NAME]["wall"]
+        row = "  ".join(f"{path} {found[path]:.1f}" for path in sorted(found))
+        print(f"  {step.NAME}, wall, medians in us: {row}")
+        verdict(f"{step.NAME}: ordered / triton", found["ordered"] / found["triton"], STEP_MAX)
 
 
 def verdict(what: str, found: float, bound: float) -> None:
@@ -388,7 +401,7 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.output.exists():
         parser.error(f"{options.output} exists: each seed has a file of its own")
-    if not chosen(options.cases):
+    if not chosen(options.cases) and not has_step(options.cases, options.device):
         parser.error(f"no case's name holds {options.cases!r}")
     return options
 
@@ -440,6 +453,8 @@ def measure(
             if ordered is not None:
                 ordered.release()
             del bench
+        if has_step(options.cases, options.device):
+            samples[step.NAME] = step.Step(client, ordered, device, order).measure(options.trials)
         gc.enable()
     return samples, parts
 
@@ -482,6 +497,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "settings": settings(flags, options.all_cores),
         "compiler_entries_while_serving": 0,
         "cases": [described(case, device) for case in cases],
+        "step": {"layers": step.LAYERS, "selected": step.SELECTED, "paths": step.MEANINGS}
+        if step.NAME in samples
+        else None,
         "modes": MODES,
         "paths": {path: meaning for path, meaning in MEANINGS.items() if device.type == "cuda" or path not in GPU_ONLY},
         "samples_us": samples,
