@@ -64,3 +64,15 @@ fn range_bytes(line: &str) -> u64 {
     let (from, to) = ends.unwrap_or_else(|| panic!("no range: {line}"));
     to - from
 }
+
+/// Processor time of a process so far, in clock ticks.
+///
+/// # Panics
+/// When there is no such process.
+#[must_use]
+pub fn processor_ticks(pid: u32) -> u64 {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).expect("a process");
+    let (_, fields) = stat.rsplit_once(") ").expect("a name in brackets");
+    let times = fields.split(' ').skip(11).take(2);
+    times.map(|time| time.parse::<u64>().expect("clock ticks")).sum()
+}

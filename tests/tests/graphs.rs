@@ -1,7 +1,5 @@
 //! Captured graphs against the real daemon: what each replay copies, and what is no graph.
 
-#![expect(clippy::unwrap_used, reason = "a step that fails is a test that fails")]
-
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -11,7 +9,7 @@ use statecopy_client::{
     Request, Step, Transport,
 };
 use statecopy_tests::{
-    Daemon, DaemonOptions, GraphWorker, PATIENCE, eventually, send_signal, until,
+    Daemon, DaemonOptions, GraphWorker, PATIENCE, eventually, processor_ticks, send_signal, until,
 };
 
 fn code<T>(outcome: Result<T, Error>) -> Option<RefusalCode> {
@@ -218,13 +216,6 @@ fn copies_over_grpc_have_no_graphs() {
     assert_eq!(code(refused), Some(RefusalCode::VersionMismatch));
 }
 
-/// Processor time of a process so far, in clock ticks.
-fn ticks(pid: u32) -> u64 {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-    let fields = stat.rsplit_once(") ").unwrap().1.split(' ').skip(11).take(2);
-    fields.map(|field| field.parse::<u64>().unwrap()).sum()
-}
-
 #[test]
 fn an_executor_looks_at_armed_graphs_between_sleeps_and_at_nothing_once_they_are_gone() {
     // So long a spin that it would be all there is, were it done after every look.
@@ -234,10 +225,10 @@ fn an_executor_looks_at_armed_graphs_between_sleeps_and_at_nothing_once_they_are
     let looks = || daemon.counter("statecopy_bell_looks_total", "");
     until("it sleeps", || looks() > 0);
     let device = daemon.device_process();
-    let (before, begun) = (ticks(device), Instant::now());
+    let (before, begun) = (processor_ticks(device), Instant::now());
     let enough = looks() + 2_000;
     until("it looks again and again", || looks() > enough);
-    let used = Duration::from_millis((ticks(device) - before) * 10);
+    let used = Duration::from_millis((processor_ticks(device) - before) * 10);
     // Aimed at 5 % of a processor; ten times that is a fault.
     assert!(used < begun.elapsed() / 2, "{used:?} of {:?}", begun.elapsed());
     for (lane, armed) in &graphs {

@@ -14,7 +14,7 @@ use statecopy_client::{
     Address, ConnectOptions, DataType, Direction, Error, IndexWidth, Indices, LaneWord, Layer,
     Memory, RefusalCode, Region, Registration, Request, StreamLane, Strides, Transport, Tried, Use,
 };
-use statecopy_tests::{Daemon, DaemonOptions, PATIENCE, send_signal, until};
+use statecopy_tests::{Daemon, DaemonOptions, PATIENCE, processor_ticks, send_signal, until};
 
 const ROWS: u64 = 6;
 const PAYLOAD: u64 = 512;
@@ -308,13 +308,6 @@ fn copies_over_grpc_have_no_lanes() {
     assert_eq!(Worker::code(refused), Some(RefusalCode::VersionMismatch));
 }
 
-/// Processor time of a process so far, in clock ticks.
-fn ticks(pid: u32) -> u64 {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-    let fields = stat.rsplit_once(") ").unwrap().1.split(' ').skip(11).take(2);
-    fields.map(|field| field.parse::<u64>().unwrap()).sum()
-}
-
 #[test]
 fn an_executor_that_waits_for_bells_sleeps_between_its_looks() {
     // So long a spin that it would be all there is, were it done after every look.
@@ -325,10 +318,10 @@ fn an_executor_that_waits_for_bells_sleeps_between_its_looks() {
     let looks = || daemon.counter("statecopy_bell_looks_total", "");
     until("it sleeps", || looks() > 0);
     let device = daemon.device_process();
-    let (before, begun) = (ticks(device), Instant::now());
+    let (before, begun) = (processor_ticks(device), Instant::now());
     let enough = looks() + 2_000;
     until("it looks again and again", || looks() > enough);
-    let used = Duration::from_millis((ticks(device) - before) * 10);
+    let used = Duration::from_millis((processor_ticks(device) - before) * 10);
     // Aimed at 5 % of a processor; ten times that is a fault.
     assert!(used < begun.elapsed() / 2, "{used:?} of {:?}", begun.elapsed());
     waits.ring();

@@ -153,34 +153,30 @@ pub(crate) fn lane_of_stream(py: Python<'_>) -> PyErr {
 
 /// A copy of the stream was lost, or may be made too late.
 pub(crate) fn stream_failed(py: Python<'_>, error: &Error) -> PyErr {
-    let message = match error {
-        Error::Refused(refusal) => refusal.sentence().to_owned(),
-        error => with_causes(error),
-    };
-    Failed {
-        family: None,
-        code: error.code().or(Some(RefusalCode::Unavailable)),
-        message: &format!("A copy that was put on a stream was not made: {message}"),
-        remedy: "Write the rows whole again that copies of this stream were to write, then call client.reset_lanes() or register again.",
-        leaves: Leaves::Unknown,
-        about: Some("stream"),
-    }
-    .make(py)
+    let what = "A copy that was put on a stream was not made";
+    let remedy = "Write the rows whole again that copies of this stream were to write, then call client.reset_lanes() or register again.";
+    lost(py, error, ("stream", what, remedy))
 }
 
 /// A captured graph lost a copy, or can make none any more.
 pub(crate) fn graph_failed(py: Python<'_>, error: &Error) -> PyErr {
-    let message = match error {
+    let what = "A captured graph makes its copies no more";
+    let remedy = "Write the rows whole again that its last replay was to write, let go of the graph, and capture it again.";
+    lost(py, error, ("graph", what, remedy))
+}
+
+fn lost(py: Python<'_>, error: &Error, (about, what, remedy): (&str, &str, &str)) -> PyErr {
+    let why = match error {
         Error::Refused(refusal) => refusal.sentence().to_owned(),
         error => with_causes(error),
     };
     Failed {
         family: None,
         code: error.code().or(Some(RefusalCode::Unavailable)),
-        message: &format!("A captured graph makes its copies no more: {message}"),
-        remedy: "Write the rows whole again that its last replay was to write, let go of the graph, and capture it again.",
+        message: &format!("{what}: {why}"),
+        remedy,
         leaves: Leaves::Unknown,
-        about: Some("graph"),
+        about: Some(about),
     }
     .make(py)
 }

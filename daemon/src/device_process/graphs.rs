@@ -24,10 +24,10 @@ use statecopy_session::{
 use crate::counters::{Counter, Counters};
 use crate::record::SlotRecord;
 
-use super::copying::{Copied, Order};
+use super::copying::Order;
 use super::counts::RingCounts;
 use super::ids::ById;
-use super::ordered::{OrderedCopy, Step, refused};
+use super::ordered::{OrderedCopy, Over, Running, refused};
 use super::sessions::Sessions;
 use super::station::{Trouble, Turn};
 use super::table::SessionTable;
@@ -58,22 +58,14 @@ struct Rung {
     deaths: u8,
 }
 
-/// A copy that runs.
-#[derive(Debug)]
-struct Job<D: Device> {
-    /// The place of its pair, which stays: no pair is disarmed while a copy runs.
-    at: usize,
-    copy: OrderedCopy<D>,
-}
-
 /// The graphs of one session.
 #[derive(Debug)]
 pub(super) struct Graphs<D: Device> {
     memory: SessionMemory,
     words: Arc<D::Words>,
     pairs: Vec<ArmedPair>,
-    /// Room for one of each pair.
-    jobs: Vec<Job<D>>,
+    /// By the places of their pairs, which stay: no pair is disarmed while a copy runs. Room for one of each.
+    running: Running<D, usize>,
     /// The pair that is looked at first: each in turn.
     first: usize,
     draining: bool,
@@ -87,8 +79,8 @@ impl<D: Device> Graphs<D> {
         words: Arc<D::Words>,
         counts: Arc<RingCounts>,
     ) -> Self {
-        let (pairs, jobs) = (Vec::new(), Vec::new());
-        Self { memory, words, pairs, jobs, first: 0, draining: false, counts }
+        let (pairs, running) = (Vec::new(), Running::with_room(0));
+        Self { memory, words, pairs, running, first: 0, draining: false, counts }
     }
 
     /// Arms slots that were checked. `resumed`: an earlier executor, whose process is dead, had them armed.
@@ -101,7 +93,7 @@ impl<D: Device> Graphs<D> {
             let slot = Slot { request: record.request, patience_ns: record.patience_ns };
             self.pairs[at].slots.insert(record.slot, slot);
         }
-        self.jobs.reserve(self.pairs.len());
+        self.running.make_room(self.pairs.len());
     }
 
     fn add(&mut self, number: PairNumber, resumed: bool) -> usize {
@@ -123,7 +115,7 @@ impl<D: Device> Graphs<D> {
 
     /// Disarms a pair: a graph that is replayed all the same goes on at once, and nothing moves. No copy runs.
     pub(super) fn disarm(&mut self, number: PairNumber) -> Option<ArmedPair> {
-        assert!(self.jobs.is_empty(), "no pair is disarmed while a copy runs");
+        assert!(self.running.is_empty(), "no pair is disarmed while a copy runs");
         let mut pair = self.pairs.swap_remove(self.place_of(number)?);
         pair.taker.fail();
         Some(pair)
@@ -139,14 +131,14 @@ impl<D: Device> Graphs<D> {
         for pair in &mut self.pairs {
             pair.is_owed = pair.taker.is_rung();
         }
-        for job in &self.jobs {
-            self.pairs[job.at].is_owed = false;
+        for at in self.running.places() {
+            self.pairs[at].is_owed = false;
         }
     }
 
     /// Whether a copy runs.
     pub(super) fn is_busy(&self) -> bool {
-        !self.jobs.is_empty()
+        !self.running.is_empty()
     }
 
     /// Whether a copy runs, or would if it were looked for.
@@ -182,24 +174,16 @@ impl<D: Device> Graphs<D> {
 
     /// Moves what runs on.
     fn step(&mut self, launcher: &mut D::Launcher, counters: &Counters) -> Result<Turn, Trouble> {
-        let mut turn = Turn::Idle;
-        for at in 0..self.jobs.len() {
-            let job = &mut self.jobs[at];
-            let pair = self.pairs[job.at].number;
-            let order = Order {
-                stream: pair.get(),
-                words: &*self.words,
-                done_at: self.memory.parameters().done_at(pair),
-                done: DONE,
-            };
-            match job.copy.step(launcher, &order).map_err(Trouble::Device)? {
-                Step::Waiting => turn = turn.max(Turn::Waiting),
-                Step::MovedOn => return Ok(Turn::Progressed),
-                Step::Over(result) => {
-                    self.end(at, result, counters);
-                    return Ok(Turn::Progressed);
-                }
-            }
+        let Self { memory, words, pairs, running, .. } = self;
+        let order_of = |at: usize| Order {
+            stream: pairs[at].number.get(),
+            words: &**words,
+            done_at: memory.parameters().done_at(pairs[at].number),
+            done: DONE,
+        };
+        let (turn, over) = running.step(launcher, order_of)?;
+        if let Some(over) = over {
+            self.end(over, counters);
         }
         Ok(turn)
     }
@@ -239,16 +223,13 @@ impl<D: Device> Graphs<D> {
         match copy {
             Ok(copy) => {
                 pair.taker.begin();
-                self.jobs.push(Job { at, copy });
+                self.running.push(at, copy);
             }
             Err(fault) => self.fail(at, fault, counters),
         }
     }
 
-    /// A job is over.
-    fn end(&mut self, at: usize, result: Result<Copied, Fault>, counters: &Counters) {
-        // In the order in which they began: none is passed over for ever.
-        let Job { at, copy } = self.jobs.remove(at);
+    fn end(&mut self, Over { place: at, copy, result }: Over<D, usize>, counters: &Counters) {
         let copied = match result {
             Ok(copied) => copied,
             Err(fault) => return self.fail(at, fault, counters),
@@ -274,8 +255,8 @@ impl<D: Device> Graphs<D> {
 
     /// The device failed. What it was given any of is lost: its rows are undefined. The rest is left to the next device process.
     pub(super) fn lose(&mut self, counters: &Counters) {
-        while let Some(at) = self.jobs.iter().position(|job| job.copy.has_begun()) {
-            self.end(at, Err(Subject::Device.fault(0, 0)), counters);
+        while let Some(lost) = self.running.lose() {
+            self.end(lost, counters);
         }
     }
 }

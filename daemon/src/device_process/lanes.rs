@@ -16,15 +16,15 @@ use statecopy_proto::RefusalCode;
 use statecopy_session::layout::DESCRIPTOR_WORDS;
 use statecopy_session::{
     Answer, CopyDescriptor, Fault, LaneNumber, LaneTaker, MappedLane, MonotonicNs, Moved,
-    RingBroken, Sequence, SessionMemory, Subject,
+    RingBroken, Sequence, SessionMemory,
 };
 
 use crate::counters::{Counter, Counters};
 
 use super::checks::check;
-use super::copying::{Copied, Order};
+use super::copying::Order;
 use super::counts::RingCounts;
-use super::ordered::{OrderedCopy, Step, refused};
+use super::ordered::{OrderedCopy, Over, Running, refused};
 use super::sessions::Sessions;
 use super::station::{Trouble, Turn};
 use super::table::SessionTable;
@@ -33,13 +33,8 @@ use super::table::SessionTable;
 const INHERITED: Answer =
     Answer { result: Ok(Moved { rows_copied: 0, rows_masked: 0 }), executor_ns: 0 };
 
-/// A copy that runs.
-#[derive(Debug)]
-struct Job<D: Device> {
-    lane: LaneNumber,
-    number: u64,
-    copy: OrderedCopy<D>,
-}
+/// A lane, and the number of its request that is copied.
+type Place = (LaneNumber, u64);
 
 /// The lanes of one session.
 #[derive(Debug)]
@@ -51,10 +46,10 @@ pub(super) struct Lanes<D: Device> {
     fresh: u64,
     /// A bit for each lane with something accepted and not settled.
     waiting: u64,
-    /// A bit for each lane with a job.
+    /// A bit for each lane of which a copy runs.
     busy: u64,
     /// Room for one of each lane.
-    jobs: Vec<Job<D>>,
+    running: Running<D, Place>,
     /// The lane that is looked at first: each in turn.
     first: u32,
     counts: Arc<RingCounts>,
@@ -82,9 +77,9 @@ impl<D: Device> Lanes<D> {
         let takers: Box<[_]> = LaneNumber::all().map(taker).collect();
         let waiting = |taker: &LaneTaker<_>| taker.is_waiting();
         let waiting = bits(takers.iter().map(waiting));
-        let jobs = Vec::with_capacity(takers.len());
+        let running = Running::with_room(takers.len());
         let fresh = if resumed { u64::MAX } else { 0 };
-        Self { memory, words, takers, fresh, waiting, busy: 0, jobs, first: 0, counts }
+        Self { memory, words, takers, fresh, waiting, busy: 0, running, first: 0, counts }
     }
 
     /// Whether a copy runs.
@@ -140,23 +135,16 @@ impl<D: Device> Lanes<D> {
 
     /// Moves what runs on.
     fn step(&mut self, launcher: &mut D::Launcher, counters: &Counters) -> Result<Turn, Trouble> {
-        let mut turn = Turn::Idle;
-        for at in 0..self.jobs.len() {
-            let job = &mut self.jobs[at];
-            let order = Order {
-                stream: job.lane.get(),
-                words: &*self.words,
-                done_at: self.memory.parameters().done_at(job.lane.pair()),
-                done: job.number,
-            };
-            match job.copy.step(launcher, &order).map_err(Trouble::Device)? {
-                Step::Waiting => turn = turn.max(Turn::Waiting),
-                Step::MovedOn => return Ok(Turn::Progressed),
-                Step::Over(result) => {
-                    self.end(at, result, counters);
-                    return Ok(Turn::Progressed);
-                }
-            }
+        let Self { memory, words, running, .. } = self;
+        let order_of = |(lane, number): Place| Order {
+            stream: lane.get(),
+            words: &**words,
+            done_at: memory.parameters().done_at(lane.pair()),
+            done: number,
+        };
+        let (turn, over) = running.step(launcher, order_of)?;
+        if let Some(over) = over {
+            self.end(over, counters);
         }
         Ok(turn)
     }
@@ -231,31 +219,32 @@ impl<D: Device> Lanes<D> {
         match copy {
             Ok(copy) => {
                 self.busy |= 1 << lane.get();
-                self.jobs.push(Job { lane, number: sequence.get(), copy });
+                self.running.push((lane, sequence.get()), copy);
             }
             Err(fault) => self.fail(lane, fault, counters),
         }
         Ok(())
     }
 
-    /// A job is over.
-    fn end(&mut self, at: usize, result: Result<Copied, Fault>, counters: &Counters) {
-        // In the order in which they began: none is passed over for ever.
-        let job = self.jobs.remove(at);
-        self.busy &= !(1 << job.lane.get());
+    fn end(
+        &mut self,
+        Over { place: (lane, _), copy, result }: Over<D, Place>,
+        counters: &Counters,
+    ) {
+        self.busy &= !(1 << lane.get());
         let copied = match result {
             Ok(copied) => copied,
-            Err(fault) => return self.fail(job.lane, fault, counters),
+            Err(fault) => return self.fail(lane, fault, counters),
         };
-        let executor_ns = job.copy.count(&copied, counters);
+        let executor_ns = copy.count(&copied, counters);
         self.counts.count(true);
-        let taker = &mut self.takers[index(job.lane.get())];
+        let taker = &mut self.takers[index(lane.get())];
         if copied.launches == 0 {
             // No stream was asked for anything, and none of this lane has anything under way.
             taker.settle_by_hand();
         }
         taker.finish(&Answer { result: Ok(copied.moved), executor_ns }.to_words());
-        self.note_waiting(job.lane);
+        self.note_waiting(lane);
     }
 
     /// Fails a lane of which nothing is under way.
@@ -276,9 +265,8 @@ impl<D: Device> Lanes<D> {
 
     /// The device failed. What it was given any of is lost: its rows are undefined. The rest is left to the next device process.
     pub(super) fn lose(&mut self, counters: &Counters) {
-        let begun = |job: &Job<D>| job.copy.has_begun();
-        while let Some(at) = self.jobs.iter().position(begun) {
-            self.end(at, Err(Subject::Device.fault(0, 0)), counters);
+        while let Some(lost) = self.running.lose() {
+            self.end(lost, counters);
         }
     }
 }

@@ -8,27 +8,95 @@ use statecopy_session::{Answer, CopyRequest, Fault, MonotonicNs, Subject};
 
 use crate::counters::{Counter, Counters};
 
-use super::copying::{Copied, Inline, Order, Progress, Running};
-use super::station::DEATHS_MAX;
+use super::copying::{self, Copied, Inline, Order, Progress};
+use super::station::{DEATHS_MAX, Trouble, Turn};
 use super::table::SessionTable;
 
 /// A copy whose bell rang. It must start in time, counted from when the bell was seen.
 #[derive(Debug)]
 pub(super) struct OrderedCopy<D: Device> {
     request: CopyRequest,
-    running: Running<D>,
+    running: copying::Running<D>,
     begun: MonotonicNs,
     deadline: MonotonicNs,
 }
 
-/// How far it is.
+/// Copies that run, the one that began first first: none is passed over for ever. Each is known by its place in an order.
 #[derive(Debug)]
-pub(super) enum Step {
+pub(super) struct Running<D: Device, P>(Vec<(P, OrderedCopy<D>)>);
+
+/// A copy that is over: all of it is done, or it could not start in time, or its device failed.
+#[derive(Debug)]
+pub(super) struct Over<D: Device, P> {
+    pub(super) place: P,
+    pub(super) copy: OrderedCopy<D>,
+    pub(super) result: Result<Copied, Fault>,
+}
+
+impl<D: Device, P: Copy> Running<D, P> {
+    /// None, and room for so many.
+    pub(super) fn with_room(copies: usize) -> Self {
+        Self(Vec::with_capacity(copies))
+    }
+
+    /// Makes room for so many, where one is more than was thought of.
+    pub(super) fn make_room(&mut self, copies: usize) {
+        self.0.reserve(copies.saturating_sub(self.0.len()));
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// What runs.
+    pub(super) fn places(&self) -> impl Iterator<Item = P> + '_ {
+        self.0.iter().map(|(place, _)| *place)
+    }
+
+    pub(super) fn push(&mut self, place: P, copy: OrderedCopy<D>) {
+        self.0.push((place, copy));
+    }
+
+    /// Moves the first that can on by one launch; gives it where it is over.
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub(super) fn step<'a>(
+        &mut self,
+        launcher: &mut D::Launcher,
+        order_of: impl Fn(P) -> Order<'a, D>,
+    ) -> Result<(Turn, Option<Over<D, P>>), Trouble> {
+        let mut turn = Turn::Idle;
+        for at in 0..self.0.len() {
+            let (place, copy) = &mut self.0[at];
+            match copy.step(launcher, &order_of(*place)).map_err(Trouble::Device)? {
+                Step::Waiting => turn = turn.max(Turn::Waiting),
+                Step::MovedOn => return Ok((Turn::Progressed, None)),
+                Step::Over(result) => {
+                    let (place, copy) = self.0.remove(at);
+                    return Ok((Turn::Progressed, Some(Over { place, copy, result })));
+                }
+            }
+        }
+        Ok((turn, None))
+    }
+
+    /// The device failed: one after the other, what it was given any of.
+    pub(super) fn lose(&mut self) -> Option<Over<D, P>> {
+        let at = self.0.iter().position(|(_, copy)| copy.running.has_begun())?;
+        let (place, copy) = self.0.remove(at);
+        Some(Over { place, copy, result: Err(Subject::Device.fault(0, 0)) })
+    }
+}
+
+/// How far a copy is.
+#[derive(Debug)]
+enum Step {
     /// It waits for the device.
     Waiting,
     /// A part is done, or was started.
     MovedOn,
-    /// It is over: all of it is done, or it could not start in time.
+    /// It is over.
     Over(Result<Copied, Fault>),
 }
 
@@ -47,7 +115,7 @@ impl<D: Device> OrderedCopy<D> {
             return Err(Fault::of(RefusalCode::DeviceLost));
         }
         let begun = MonotonicNs::now();
-        let running = Running::check(table, &request, hook_epoch, begun)?;
+        let running = copying::Running::check(table, &request, hook_epoch, begun)?;
         // What an executor died under may have started: it must run again, however late.
         let patience_ns = if deaths > 0 { u64::MAX } else { patience_ns };
         let deadline = MonotonicNs(begun.0.saturating_add(patience_ns));
@@ -58,7 +126,7 @@ impl<D: Device> OrderedCopy<D> {
     ///
     /// # Errors
     /// When the device failed.
-    pub(super) fn step(
+    fn step(
         &mut self,
         launcher: &mut D::Launcher,
         order: &Order<'_, D>,
@@ -70,11 +138,6 @@ impl<D: Device> OrderedCopy<D> {
             Progress::MovedOn => Step::MovedOn,
             Progress::Done(copied) => Step::Over(Ok(copied)),
         })
-    }
-
-    /// Whether the device was asked for any of it.
-    pub(super) fn has_begun(&self) -> bool {
-        self.running.has_begun()
     }
 
     /// Counts it, done. Gives the nanoseconds since its bell was seen.
