@@ -27,7 +27,7 @@ use crate::record::SlotRecord;
 use super::copying::Order;
 use super::counts::RingCounts;
 use super::ids::ById;
-use super::ordered::{OrderedCopy, Over, Running, refused};
+use super::ordered::{OrderedCopy, Over, Running, lost, refused};
 use super::sessions::Sessions;
 use super::station::{Trouble, Turn};
 use super::table::SessionTable;
@@ -253,10 +253,13 @@ impl<D: Device> Graphs<D> {
         pair.taker.fail();
     }
 
-    /// The device failed. What it was given any of is lost: its rows are undefined. The rest is left to the next device process.
+    /// The device failed. What it was given any of is lost: its rows are undefined, and the next device process lets its graph go.
+    /// The rest is left to that one.
     pub(super) fn lose(&mut self, counters: &Counters) {
-        while let Some(lost) = self.running.lose() {
-            self.end(lost, counters);
+        for at in self.running.lost() {
+            counters.add(Counter::GraphsFailed, 1);
+            self.counts.count(false);
+            self.memory.write_failure(self.pairs[at].number, &lost(counters));
         }
     }
 }

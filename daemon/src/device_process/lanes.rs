@@ -24,7 +24,7 @@ use crate::counters::{Counter, Counters};
 use super::checks::check;
 use super::copying::Order;
 use super::counts::RingCounts;
-use super::ordered::{OrderedCopy, Over, Running, refused};
+use super::ordered::{OrderedCopy, Over, Running, lost, refused};
 use super::sessions::Sessions;
 use super::station::{Trouble, Turn};
 use super::table::SessionTable;
@@ -50,8 +50,9 @@ pub(super) struct Lanes<D: Device> {
     busy: u64,
     /// Room for one of each lane.
     running: Running<D, Place>,
-    /// The lane that is looked at first: each in turn.
+    /// The lane that is looked at first, for a bell and for a request: each in turn.
     first: u32,
+    taken: u32,
     counts: Arc<RingCounts>,
 }
 
@@ -79,7 +80,7 @@ impl<D: Device> Lanes<D> {
         let waiting = bits(takers.iter().map(waiting));
         let running = Running::with_room(takers.len());
         let fresh = if resumed { u64::MAX } else { 0 };
-        Self { memory, words, takers, fresh, waiting, busy: 0, running, first: 0, counts }
+        Self { memory, words, takers, fresh, waiting, busy: 0, running, first: 0, taken: 0, counts }
     }
 
     /// Whether a copy runs.
@@ -157,7 +158,8 @@ impl<D: Device> Lanes<D> {
         counters: &Counters,
         closed: bool,
     ) -> Result<(), RingBroken> {
-        let lane = self.fresh.trailing_zeros();
+        let lane = next_of(self.fresh, self.taken);
+        self.taken = (lane + 1) % u64::BITS;
         let taker = &mut self.takers[index(lane)];
         let mut words = [0; DESCRIPTOR_WORDS];
         let Some(sequence) = taker.take(&mut words)? else {
@@ -189,14 +191,14 @@ impl<D: Device> Lanes<D> {
 
     /// The next lane, in turn, whose worker's stream has reached its oldest request, and that request.
     fn rung(&mut self) -> Option<(LaneNumber, Sequence)> {
-        let mut left = (self.waiting & !self.busy).rotate_right(self.first);
+        let mut left = self.waiting & !self.busy;
         while left != 0 {
-            let lane = (left.trailing_zeros() + self.first) % u64::BITS;
+            let lane = next_of(left, self.first);
             if let Some(sequence) = self.takers[index(lane)].rung() {
                 self.first = (lane + 1) % u64::BITS;
                 return LaneNumber::new(lane).map(|lane| (lane, sequence));
             }
-            left &= left - 1;
+            left &= !(1 << lane);
         }
         None
     }
@@ -263,12 +265,20 @@ impl<D: Device> Lanes<D> {
         }
     }
 
-    /// The device failed. What it was given any of is lost: its rows are undefined. The rest is left to the next device process.
+    /// The device failed. What it was given any of is lost: its rows are undefined, and the next device process lets its lane go.
+    /// The rest is left to that one.
     pub(super) fn lose(&mut self, counters: &Counters) {
-        while let Some(lost) = self.running.lose() {
-            self.end(lost, counters);
+        for (lane, _) in self.running.lost() {
+            counters.add(Counter::LanesFailed, 1);
+            self.counts.count(false);
+            self.memory.write_failure(lane.pair(), &lost(counters));
         }
     }
+}
+
+/// The first bit that is set, from one on and round again.
+fn next_of(bits: u64, from: u32) -> u32 {
+    (bits.rotate_right(from).trailing_zeros() + from) % u64::BITS
 }
 
 /// The first bit for the first.

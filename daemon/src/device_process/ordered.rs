@@ -25,7 +25,7 @@ pub(super) struct OrderedCopy<D: Device> {
 #[derive(Debug)]
 pub(super) struct Running<D: Device, P>(Vec<(P, OrderedCopy<D>)>);
 
-/// A copy that is over: all of it is done, or it could not start in time, or its device failed.
+/// A copy that is over: all of it is done, or it could not start in time.
 #[derive(Debug)]
 pub(super) struct Over<D: Device, P> {
     pub(super) place: P,
@@ -81,11 +81,10 @@ impl<D: Device, P: Copy> Running<D, P> {
         Ok((turn, None))
     }
 
-    /// The device failed: one after the other, what it was given any of.
-    pub(super) fn lose(&mut self) -> Option<Over<D, P>> {
-        let at = self.0.iter().position(|(_, copy)| copy.running.has_begun())?;
-        let (place, copy) = self.0.remove(at);
-        Some(Over { place, copy, result: Err(Subject::Device.fault(0, 0)) })
+    /// The device failed: what it was given any of. It may still write for those.
+    pub(super) fn lost(&self) -> impl Iterator<Item = P> + '_ {
+        let begun = self.0.iter().filter(|(_, copy)| copy.running.has_begun());
+        begun.map(|(place, _)| *place)
     }
 }
 
@@ -158,6 +157,12 @@ impl<D: Device> OrderedCopy<D> {
     fn waited(&self, until: MonotonicNs) -> u64 {
         u64::try_from(until.since(self.begun).as_nanos()).unwrap_or(u64::MAX)
     }
+}
+
+/// What is written of a copy that the device failed under. Its waits are let go by who knows the process dead: until then the device
+/// may write.
+pub(super) fn lost(counters: &Counters) -> Answer {
+    refused(Subject::Device.fault(0, 0), counters)
 }
 
 /// Counts a refusal at a bell, and gives what is written of it.

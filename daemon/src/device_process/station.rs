@@ -197,10 +197,12 @@ impl<D: Device> Station<D> {
         paused: bool,
     ) -> Result<Turn, Trouble> {
         let ring = match &self.job {
-            None if paused => Turn::Idle,
-            _ => self.turn_of_ring(launcher, sessions, counters)?,
+            None if paused => Ok(Turn::Idle),
+            _ => self.turn_of_ring(launcher, sessions, counters),
         };
-        Ok(ring.max(self.turn_of_streams(launcher, sessions, counters, paused)?))
+        // What runs for streams goes on, also where the ring makes no sense.
+        let streams = self.turn_of_streams(launcher, sessions, counters, paused);
+        Ok(ring?.max(streams?))
     }
 
     fn turn_of_streams(
@@ -376,7 +378,11 @@ impl<D: Device> Station<D> {
     pub(super) fn prepare_sleep(&mut self) -> bool {
         self.job.is_none()
             && self.ring.prepare_sleep()
-            && self.streams.as_ref().is_none_or(Streams::may_sleep)
+            && self.streams.as_ref().is_none_or(|streams| match self.health {
+                Health::Sound => streams.may_sleep(),
+                // Nothing more is taken.
+                Health::Broken(_) | Health::Told => !streams.is_busy(),
+            })
     }
 
     /// Says that the executor is awake.
