@@ -83,6 +83,11 @@ impl Pairs {
 }
 
 impl Lanes {
+    /// The words of every graph.
+    pub(crate) fn pairs(&self) -> Vec<MappedPair> {
+        self.taken_pairs().into_iter().map(|(_, words)| words).collect()
+    }
+
     fn taken_pairs(&self) -> Vec<(PairNumber, MappedPair)> {
         let pairs = lock(&self.graphs).taken.clone();
         pairs.into_iter().map(|pair| (pair, self.memory.pair(pair))).collect()
@@ -136,7 +141,7 @@ impl Lanes {
 }
 
 /// Whether a graph has rung and its copy is not done.
-fn is_unsettled(words: &MappedPair) -> bool {
+pub(crate) fn is_unsettled(words: &MappedPair) -> bool {
     words.bell().load_relaxed() != 0 && words.done().load_relaxed() & DONE == 0
 }
 

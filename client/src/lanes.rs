@@ -20,14 +20,17 @@ use std::time::Duration;
 
 use statecopy_descriptors::Doorbell;
 use statecopy_proto::{Refusal, RefusalCode, SessionId};
-use statecopy_session::lane::{LaneWords as _, phase_of};
-use statecopy_session::{FREED, LaneNumber, LanePhase, MappedLane, Sequence, SessionMemory};
+use statecopy_session::lane::{LaneWords, phase_of};
+use statecopy_session::pair::PairWords;
+use statecopy_session::{
+    FREED, LaneNumber, LanePhase, MappedLane, MappedPair, Sequence, SessionMemory,
+};
 
 use crate::Client;
 use crate::blocking;
 use crate::call::{Call, Failure};
 use crate::error::Error;
-use crate::graphs::Pairs;
+use crate::graphs::{self, Pairs};
 use crate::link::Link;
 use crate::lock::lock;
 use crate::ring::Held;
@@ -163,11 +166,67 @@ impl Lanes {
 
 impl Drop for Lanes {
     fn drop(&mut self) {
-        // A stream may still wait for what is never run now.
-        self.free();
         *lock(&self.end.0) = true;
         self.end.1.notify_all();
+        let left = Left {
+            lanes: self.opened().collect(),
+            pairs: self.pairs(),
+            socket: Arc::clone(&self.socket),
+            _kept: std::mem::take(&mut lock(&self.kept)),
+        };
+        left.let_go();
     }
+}
+
+/// What streams may still wait for when nobody has the session any more.
+#[derive(Debug)]
+struct Left {
+    lanes: Vec<MappedLane>,
+    pairs: Vec<MappedPair>,
+    /// The session lives as long.
+    socket: Arc<DescriptorSocket>,
+    _kept: Vec<Held>,
+}
+
+impl Left {
+    /// Lets every wait go on: of what was never rung at once, and of what the daemon may be copying once that is done.
+    fn let_go(self) {
+        if !self.is_rung() || self.socket.silence().is_some() {
+            return self.free();
+        }
+        let left = Arc::new(self);
+        let of_thread = Arc::clone(&left);
+        let wait = move || {
+            while of_thread.is_rung() && of_thread.socket.silence().is_none() {
+                thread::sleep(LOOK_EVERY);
+            }
+            of_thread.free();
+        };
+        if thread::Builder::new().name("statecopy-lanes".to_owned()).spawn(wait).is_err() {
+            // So the session goes on, and what was rung is copied.
+            std::mem::forget(left);
+        }
+    }
+
+    fn is_rung(&self) -> bool {
+        self.lanes.iter().any(is_rung) || self.pairs.iter().any(graphs::is_unsettled)
+    }
+
+    fn free(&self) {
+        let done = self.lanes.iter().map(LaneWords::done);
+        for done in done.chain(self.pairs.iter().map(PairWords::done)) {
+            // SYNC: the worker's stream waits for it, and asks nothing more.
+            done.store_release(FREED);
+        }
+    }
+}
+
+/// Whether a stream has come to a copy of the lane that is not over.
+fn is_rung(words: &MappedLane) -> bool {
+    let (bell, last) = (words.bell().load_relaxed(), words.submitted().load_relaxed());
+    let first = last.saturating_sub(words.slots()) + 1;
+    let mut rung = (first..=last.min(bell)).filter_map(Sequence::new);
+    rung.any(|number| phase_of(words, number) != Ok(LanePhase::Settled))
 }
 
 /// Frees the lanes once nobody serves them any more, and again as long as they are open: a last write may come late.

@@ -469,6 +469,26 @@ graph.end()
 lost.client.close()
 held("a buffer of the pool that a graph writes is nobody else's")
 
+behind = Bed(pooled=True)
+stream = behind.hooks.use(Stream())
+stream.hold()
+result = behind.plan.gather(behind.rows(5))
+address = result.address
+del result
+behind.hooks.kept.clear()
+trimming = threading.Thread(target=behind.client.trim)
+trimming.start()
+until("trimming has begun", lambda: behind.client.counters()["pool_bytes"] == 0)
+# So long it waits for the stream, if it does.
+trimming.join(0.2)
+assert trimming.is_alive(), "the copy's turn has not come"
+stream.go_on()
+trimming.join()
+stream.synchronise()
+behind.client.check()
+behind.client.close()
+held("what is trimmed is kept until the copies that name it are made")
+
 small = Bed(pooled=True, pool_bytes_max=5 << 20)
 first, other, third = Stream(), Stream(), Stream()
 small.hooks.use(first)

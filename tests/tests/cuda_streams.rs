@@ -3,13 +3,15 @@
 #![expect(clippy::unwrap_used, reason = "a step that fails is a test that fails")]
 
 use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 
 use statecopy_client::blocking::{Client, Plan};
 use statecopy_client::{
     DataType, Direction, IndexWidth, Indices, Layer, Registration, Request, Slice, Strides,
 };
 use statecopy_kernels::cuda::{CudaMemory, CudaSelector, WordOp, WorkerStream};
-use statecopy_stub_cuda::{Function, StubDevice};
+use statecopy_stub_cuda::{Function, StubDevice, Whose};
 use statecopy_tests::{CudaBed, CudaWorker, Daemon, PIECES, random_bytes, until};
 
 const ROWS: u64 = 4;
@@ -104,4 +106,41 @@ fn a_stream_of_another_device_orders_copies_too_because_words_are_memory_of_the_
     }
     let device = bed.report(daemon.device_process());
     assert_eq!(device.count(Function::cuDevicePrimaryCtxRetain), 1, "the daemon has one device");
+}
+
+#[test]
+fn a_copy_that_runs_when_its_client_is_let_go_of_is_waited_for_by_its_stream() {
+    let bed = CudaBed::over(&[StubDevice::default()]);
+    let daemon = bed.daemon().start();
+    let worker = Worker::new(&bed, &daemon);
+    let here = bed.exporter.worker(CudaSelector::Ordinal(0), &bed.stub.library()).unwrap();
+    let mut lane = worker.client.open_lane().unwrap();
+    let (mapping, range) = lane.memory();
+    let words = Arc::new(here.guest().share_words(mapping, range).unwrap());
+    let mut stream = here.stream().unwrap();
+    let device = daemon.device_process();
+    let launches = || bed.report(device).count(Function::cuLaunchKernel);
+    let before = launches();
+    bed.stub.hold_kernels(Some(Whose::Process(device)));
+    let ordered = lane.order(&worker.plan, Direction::Gather, &worker.request(2)).unwrap();
+    let (bell, done) = (ordered.bell(), ordered.done());
+    let operations = [
+        WordOp::Write { offset: bell.offset, value: bell.value },
+        WordOp::WaitAtLeast { offset: done.offset, value: done.value },
+    ];
+    stream.enqueue(&words, &operations).unwrap();
+    until("the copy runs", || launches() > before);
+    let Worker { plan, client, packed, packed_at, inputs_at, rows, _cache, _inputs } = worker;
+    drop((lane, plan, client, packed_at, inputs_at));
+    for _ in 0..20 {
+        assert!(!stream.is_idle().unwrap(), "the copy is not done");
+        thread::sleep(Duration::from_millis(10));
+    }
+    bed.stub.hold_kernels(None);
+    finish(&stream);
+    let mut found = vec![0; usize::try_from(PAYLOAD).unwrap()];
+    packed.read(2 * PAYLOAD, &mut found).unwrap();
+    let at = found.len() * 2;
+    assert_eq!(found, rows[at..at + found.len()]);
+    until("the session ends", || daemon.inspect().sessions.is_empty());
 }

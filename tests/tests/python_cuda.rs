@@ -25,7 +25,7 @@ const CASES: [&str; 9] = [
     "",
 ];
 
-const STREAM_CASES: [&str; 20] = [
+const STREAM_CASES: [&str; 21] = [
     "a gather returns at once, and comes behind what its stream was asked before",
     "a scatter comes before what its stream is asked after it",
     "streams do not wait for each other",
@@ -42,6 +42,7 @@ const STREAM_CASES: [&str; 20] = [
     "a captured copy is made at every replay, with the indices of then",
     "a graph that is gone gives back what it had",
     "a buffer of the pool that a graph writes is nobody else's",
+    "what is trimmed is kept until the copies that name it are made",
     "a buffer of the pool changes streams in order, and neither the host waits nor a capture ends",
     "what is given up is freed once its stream is past it",
     "a client that is host-completed returns when the bytes are there",

@@ -181,13 +181,13 @@ fn lost(py: Python<'_>, error: &Error, (about, what, remedy): (&str, &str, &str)
     .make(py)
 }
 
-/// A copy was accepted, and the worker's driver did not put it on the stream.
+/// A copy was accepted, and the worker's driver did not put it on the stream, or into the graph that it is captured into.
 pub(crate) fn not_enqueued(py: Python<'_>, error: &DriverError) -> PyErr {
     Failed {
         family: Some("Error"),
         code: None,
         message: &format!("The copy could not be put on the current stream: {error}"),
-        remedy: "Look for an earlier failure of a kernel of this process; then call client.reset_lanes().",
+        remedy: "Look for an earlier failure of a kernel of this process, or of the capture; then call client.reset_lanes(), or capture again.",
         leaves: Leaves::NothingMoved,
         about: Some("stream"),
     }

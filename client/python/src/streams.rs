@@ -34,8 +34,14 @@ use crate::graphs::Graphs;
 
 /// For how long the interpreter's lock is kept while the daemon checks a request: many times what it takes.
 const PATIENCE: Duration = Duration::from_micros(50);
+/// From so many copies ahead on, the driver may make a stream's next one wait: not with the interpreter's lock kept.
+const AHEAD: u64 = 64;
+/// For how long copies on streams are waited for whose client is gone.
+const LEFT_MAX: Duration = Duration::from_secs(60);
 /// Between two looks whether copies are done.
 const PAUSE: Duration = Duration::from_micros(100);
+/// The same where nobody waits for it.
+const LOOK: Duration = Duration::from_millis(5);
 
 /// The lanes of one client's streams.
 #[derive(Debug)]
@@ -170,7 +176,13 @@ impl Streams {
             && lane.stream == ask.stream
         {
             match lane.lane.try_order(ask.plan, ask.direction, ask.request, PATIENCE) {
-                Ok(Tried::Accepted(words)) => return lane.enqueue(&self.guest, ask.handle, words),
+                Ok(Tried::Accepted(words)) if lane.lane.ahead() < AHEAD => {
+                    return lane.enqueue(&self.guest, ask.handle, words);
+                }
+                Ok(Tried::Accepted(words)) => {
+                    let lane = &mut *lane;
+                    return py.detach(|| lane.enqueue(&self.guest, ask.handle, words));
+                }
                 Ok(Tried::Asked(asked)) => {
                     let lane = &mut *lane;
                     let waited = py.detach(|| match lane.lane.accepted(&asked) {
@@ -371,12 +383,38 @@ impl Table {
 
 impl Drop for Streams {
     fn drop(&mut self) {
-        // A stream may still reach the words of copies that are not done, and a graph those of its own.
-        let is_idle = self.lanes().iter().all(|lane| lock(lane).lane.is_settled());
-        if !is_idle || !self.graphs.is_empty() {
-            mem::forget(mem::take(&mut lock(&self.table).words));
+        let lanes = self.lanes();
+        let Table { words, .. } = mem::take(&mut *lock(&self.table));
+        if !self.graphs.is_empty() {
+            // A replay may reach them at any time.
+            mem::forget(words.clone());
         }
+        // Nobody waits here: it may be the interpreter's own thread, and a stream may be far behind.
+        let left = move || {
+            if !are_over(&lanes, LEFT_MAX) {
+                mem::forget(words);
+            }
+        };
+        // Without a thread everything stays, with the session.
+        let _spawned = thread::Builder::new().name("statecopy-left".to_owned()).spawn(left);
     }
+}
+
+/// Waits until the copies that were put on streams are over, which the session outlives.
+fn are_over(lanes: &[Arc<Mutex<Lane>>], patience: Duration) -> bool {
+    let until = Instant::now().checked_add(patience);
+    lanes.iter().all(|lane| {
+        loop {
+            let is_over = {
+                let lane = lock(lane);
+                lane.lane.is_settled() || lane.lane.check().is_err()
+            };
+            if is_over || until.is_some_and(|until| Instant::now() >= until) {
+                return is_over;
+            }
+            thread::sleep(LOOK);
+        }
+    })
 }
 
 fn unsettled(timeout: Duration) -> Error {

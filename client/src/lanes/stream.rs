@@ -101,7 +101,10 @@ impl StreamLane {
         let lanes = Lanes::of(client, call)?;
         let number = lanes.take().map_err(|refusal| failed(refusal.into()))?;
         let submitter = LaneSubmitter::resume(lanes.memory.lane(number));
-        let submitter = submitter.map_err(|error| failed(broken(error)))?;
+        let submitter = submitter.map_err(|error| {
+            lanes.give_back(number);
+            failed(broken(error))
+        })?;
         let (held, client, accepted) = (VecDeque::new(), client.clone(), submitter.published());
         Ok(Self { lanes, number, submitter, held, client, accepted, doubt: None })
     }
@@ -288,6 +291,12 @@ impl StreamLane {
         let Some(last) = Sequence::new(self.accepted) else { return true };
         self.submitter.settled() >= self.accepted
             || self.submitter.phase(last) == Ok(LanePhase::Settled)
+    }
+
+    /// How many copies are on the stream, at most: those that were not seen to be over.
+    #[must_use]
+    pub fn ahead(&self) -> u64 {
+        self.accepted.saturating_sub(self.submitter.settled())
     }
 
     /// Whether nobody serves it any more, and every copy that was put on the stream is done: another may take its place, and nobody

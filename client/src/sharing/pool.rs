@@ -204,18 +204,25 @@ impl Pool {
     /// Gives up every free buffer. The answer is how many bytes that were.
     pub fn trim(&self) -> u64 {
         let Some(opened) = self.inner.opened.get() else { return 0 };
-        let mut free = {
+        let free = {
             let mut books = lock(&opened.books);
             let Books { shelf, leaving, .. } = &mut *books;
             let mut free = leaving.add(shelf.clear(), self.inner.order.as_deref());
             free.append(&mut opened.reached(leaving));
             free
         };
-        let mut bytes = self.inner.give_back(free);
-        free = lock(&opened.books).leaving.take();
-        bytes += free.iter().map(|block| block.bytes).sum::<u64>();
-        self.inner.release(&free);
-        bytes
+        let bytes = self.inner.give_back(free);
+        let waited_for = lock(&opened.books).leaving.take();
+        if let Source::Cuda(guest) = &opened.source
+            && !waited_for.is_empty()
+            && guest.settle().is_err()
+        {
+            // Copies of streams may name them yet: neither region nor memory goes.
+            let mut books = lock(&opened.books);
+            waited_for.into_iter().for_each(|block| books.leaving.condemn(block));
+            return bytes;
+        }
+        bytes + self.inner.give_back(waited_for)
     }
 
     /// For a client that is closed: gives up every free buffer, and each other one when it comes back.

@@ -14,6 +14,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+import torch
+
 from statecopy.errors import Error, Unavailable
 
 if TYPE_CHECKING:
@@ -66,6 +68,14 @@ class Fallback:
             if was_away:
                 self._come_back()
             return answer
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            # Every replay would copy in this process, also once the daemon is back, and by the addresses of now.
+            raise Unavailable(
+                "The daemon is away while the current stream is captured; a copy of this process is not captured",
+                code="UNAVAILABLE",
+                remedy="Capture the graph again once the daemon is back.",
+                about="graph",
+            )
         # Calls that do not ask hear of a copy that their stream lost, too.
         self._core._check_stream()
         result = local()
