@@ -110,8 +110,9 @@ fn measure(options: &BenchRunOptions) -> anyhow::Result<ExitCode> {
             let cuda = Cuda::open(selector, &settings, SELECTED_MAX, &guard)?;
             record.device = Some(DeviceFacts::of(cuda.device()));
             let cpu = record.pinning.map(|cpus| cpus.worker);
-            let rival = options.rival.as_deref().map(|command| Rival::start(command, cpu));
-            let rival = rival.transpose()?;
+            let is_wanted = !cases.is_empty() || extras.contains(&Extra::Kernels);
+            let rival = options.rival.as_deref().filter(|_| is_wanted);
+            let rival = rival.map(|command| Rival::start(command, cpu)).transpose()?;
             record.rival = rival.as_ref().map(|rival| rival.facts().clone());
             let rival = match cases.is_empty() {
                 true => rival,

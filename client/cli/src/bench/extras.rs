@@ -130,8 +130,14 @@ pub(super) fn measure(
     rival: Option<Rival>,
     record: &mut Record,
 ) -> anyhow::Result<()> {
+    if let Some(mut rival) = rival.filter(|_| chosen.contains(&Extra::Kernels)) {
+        terminal::note(&format!("Measuring {}", Extra::Kernels.name()));
+        record.kernels = Some(kernels(cuda, options, &mut rival)?);
+    }
+    // The rival is gone: a third process with a context on the device slows two that take turns on it.
     let mut extras = Extras::default();
-    for extra in chosen {
+    let others = chosen.iter().filter(|extra| **extra != Extra::Kernels);
+    for extra in others {
         terminal::note(&format!("Measuring {}", extra.name()));
         match extra {
             Extra::TwoWorkers => {
@@ -151,9 +157,6 @@ pub(super) fn measure(
             }
             Extra::Kernels => {}
         }
-    }
-    if let Some(mut rival) = rival.filter(|_| chosen.contains(&Extra::Kernels)) {
-        record.kernels = Some(kernels(cuda, options, &mut rival)?);
     }
     record.extras = Some(extras);
     Ok(())
