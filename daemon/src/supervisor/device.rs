@@ -200,7 +200,7 @@ impl BrokenRings {
 pub(crate) struct DeviceChannels {
     /// What is known of the device process.
     pub(crate) state: watch::Sender<DeviceState>,
-    /// The pidfd of the device process, once it serves; `None` while there is none.
+    /// The pidfd of the device process, from before it hears of a ring until it is dead; `None` while there is none.
     pub(crate) process: watch::Sender<Option<Arc<OwnedFd>>>,
     /// News of broken rings.
     pub(crate) broken_rings: BrokenRings,

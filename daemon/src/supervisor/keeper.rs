@@ -5,7 +5,8 @@
 //!                        └──shutdown──> ended
 //! ```
 //!
-//! * *ready*: every record has been told again, in order; only then do copies flow.
+//! * *ready*: every record has been told again, in order, but those of sessions that wait to be closed: nothing of a dead
+//!   worker runs again. Only then do copies flow.
 //! * *death*: what was asked and not answered is asked again; copies as `copies` says.
 //! * *failed*: everything is answered UNAVAILABLE, and the daemon ends.
 //!
@@ -17,7 +18,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use statecopy_kernels::device::DeviceDescription;
-use statecopy_proto::{Incarnation, Refusal, RefusalCode, SessionId};
+use statecopy_proto::{Incarnation, Refusal, RefusalCode};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tracing::{error, info, warn};
@@ -42,7 +43,7 @@ mod restarts;
 
 /// Copies that wait for a place in the ring.
 const COPIES_WAITING_MAX: usize = 4096;
-/// Other requests that wait for the device process.
+/// Other requests that wait for the device process, beside one for each session that is to be closed.
 const CALLS_WAITING_MAX: usize = 1024;
 /// How long a device process may take to end by itself.
 const END_MAX: Duration = Duration::from_secs(3);
@@ -75,8 +76,8 @@ pub async fn start(
     let (handle, channels) = DeviceHandle::new(Arc::new(description), Arc::new(counters), state);
     channels.process.send_replace(Some(process.pidfd()));
     let keeper = Keeper {
-        spawner,
-        setup,
+        spawner: Arc::new(spawner),
+        setup: Arc::new(setup),
         channels,
         records: Records::default(),
         calls: VecDeque::new(),
@@ -116,8 +117,8 @@ async fn first(
 }
 
 struct Keeper {
-    spawner: Spawner,
-    setup: Setup,
+    spawner: Arc<Spawner>,
+    setup: Arc<Setup>,
     channels: DeviceChannels,
     records: Records,
     /// The front one has been sent if its `sent` says so.
@@ -266,7 +267,8 @@ impl Keeper {
             Some(Command::Copy(copy, answer)) => self.copies.push(copy, answer),
             Some(command) => {
                 if let Some(call) = Call::new(command) {
-                    if self.calls.len() < CALLS_WAITING_MAX {
+                    // A session is closed once, and nobody would ask again.
+                    if self.calls.len() < CALLS_WAITING_MAX || call.closing().is_some() {
                         self.calls.push_back(call);
                     } else {
                         call.overloaded();
@@ -334,7 +336,6 @@ impl Keeper {
             };
             match self.start_next(pause).await {
                 Some(Ok(process)) => {
-                    self.channels.process.send_replace(Some(process.pidfd()));
                     self.channels.state.send_modify(|state| {
                         process.found.log_beside(&state.found);
                         *state = DeviceState {
@@ -360,60 +361,69 @@ impl Keeper {
     /// Starts a device process and tells it every record, while commands and deadlines are still heard. `None` when the
     /// daemon ends meanwhile.
     async fn start_next(&mut self, pause: Duration) -> Option<Result<DeviceProcess, StartError>> {
+        let (spawner, setup) = (Arc::clone(&self.spawner), Arc::clone(&self.setup));
+        let starting = async {
+            tokio::time::sleep(pause).await;
+            DeviceProcess::start(&spawner, &setup).await
+        };
+        let mut process = match self.meanwhile(starting).await? {
+            Ok((process, _)) => process,
+            Err(error) => return Some(Err(error)),
+        };
+        // Before it hears of a ring: a worker whose daemon dies now must know who may run its copies.
+        self.channels.process.send_replace(Some(process.pidfd()));
+        if let Err(error) = self.replay(&mut process).await? {
+            // It may serve rings already: only once it is dead may another.
+            process.kill();
+            self.bury(&mut process).await;
+            self.channels.process.send_replace(None);
+            return Some(Err(error));
+        }
+        Some(Ok(process))
+    }
+
+    /// Tells a new device process every record, but those of sessions that wait to be closed. `None` when the daemon ends
+    /// meanwhile.
+    async fn replay(&mut self, process: &mut DeviceProcess) -> Option<Result<(), StartError>> {
         let requests = match self.records.replay() {
             Ok(requests) => requests,
             Err(error) => return Some(Err(error.into())),
         };
-        let mut calls = Vec::new();
-        let started = self.start_and_replay(pause, requests, &mut calls).await;
-        for command in calls {
-            self.take(Some(command));
-        }
-        match started? {
-            Ok((process, replayed)) => {
-                for (session, region, refusal) in replayed.lost {
-                    error!(%session, %region, %refusal, "A region did not come back");
-                    self.records.drop_region(session, region);
-                }
-                for (session, refusal) in replayed.refused {
-                    error!(%session, %refusal, "A session's layers did not come back");
-                    self.records.withdraw(session);
-                }
-                for (session, found) in replayed.broken {
-                    self.channels.broken_rings.tell(session, found);
-                }
-                Some(Ok(process))
+        let mut replayed = Replayed::default();
+        for (session, messages) in requests {
+            if self.calls.iter().any(|call| call.closing() == Some(session)) {
+                continue;
             }
-            Err(error) => Some(Err(error)),
+            let telling = calls::replay(process, session, messages, &mut replayed);
+            if let Err(error) = self.meanwhile(telling).await? {
+                return Some(Err(error));
+            }
         }
+        for (session, region, refusal) in replayed.lost {
+            error!(%session, %region, %refusal, "A region did not come back");
+            self.records.drop_region(session, region);
+        }
+        for (session, refusal) in replayed.refused {
+            error!(%session, %refusal, "A session's layers did not come back");
+            self.records.withdraw(session);
+        }
+        for (session, found) in replayed.broken {
+            self.channels.broken_rings.tell(session, found);
+        }
+        Some(Ok(()))
     }
 
-    async fn start_and_replay(
-        &mut self,
-        pause: Duration,
-        requests: Vec<(SessionId, Vec<records::Message>)>,
-        calls: &mut Vec<Command>,
-    ) -> Option<Result<(DeviceProcess, Replayed), StartError>> {
-        let Self { spawner, setup, channels, copies, ending, .. } = self;
-        let starting = async {
-            tokio::time::sleep(pause).await;
-            let (mut process, _) = DeviceProcess::start(spawner, setup).await?;
-            let replayed = calls::replay(&mut process, requests).await?;
-            Ok::<_, StartError>((process, replayed))
-        };
-        tokio::pin!(starting);
-        loop {
+    /// Waits for that, while commands and deadlines are still heard. `None` when the daemon ends meanwhile.
+    async fn meanwhile<T>(&mut self, what: impl Future<Output = T>) -> Option<T> {
+        tokio::pin!(what);
+        while self.ending.is_none() {
             tokio::select! {
-                started = &mut starting => return Some(started),
-                command = channels.commands.recv(), if calls.len() < CALLS_WAITING_MAX => match command {
-                    Some(Command::Copy(copy, answer)) => copies.push(copy, answer),
-                    Some(Command::Shutdown(answer)) => { *ending = Some(Some(answer)); return None }
-                    Some(command) => calls.push(command),
-                    None => { *ending = Some(None); return None }
-                },
-                () = sleep_until(copies.next_deadline()) => copies.expire(Instant::now()),
+                done = &mut what => return Some(done),
+                command = self.channels.commands.recv() => self.take(command),
+                () = sleep_until(self.copies.next_deadline()) => self.copies.expire(Instant::now()),
             }
         }
+        None
     }
 }
 
@@ -429,3 +439,6 @@ async fn sleep_until(deadline: Option<Instant>) {
 fn shutdown_message() -> records::Message {
     (Request::Shutdown, Vec::new())
 }
+
+#[cfg(test)]
+mod tests;

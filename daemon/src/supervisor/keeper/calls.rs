@@ -94,6 +94,14 @@ impl Call {
         self.shutdown
     }
 
+    /// The session that it closes, if it closes one.
+    pub(super) fn closing(&self) -> Option<SessionId> {
+        match &self.command {
+            Some(Command::CloseSession(session, _)) => Some(*session),
+            _ => None,
+        }
+    }
+
     /// The messages that ask it.
     fn messages(&self) -> Result<Vec<Message>, LinkError> {
         let plain = |request| Ok(vec![(request, Vec::new())]);
@@ -242,13 +250,14 @@ impl Call {
         }
     }
 
-    /// The device process died under it: it is asked again, unless it is the second time.
+    /// The device process died under it: it is asked again, unless it is the second time. A session is closed however often:
+    /// the next device process is not told of it, and nobody would ask again.
     pub(super) fn survived_death(&mut self) {
         self.heard = Heard::default();
         self.parts.clear();
         self.awaiting = false;
         self.deaths += 1;
-        if self.deaths >= DEATHS_MAX {
+        if self.deaths >= DEATHS_MAX && self.closing().is_none() {
             let sentence = "The device process died twice while it was doing this";
             self.refuse(&Refusal::new(RefusalCode::PrepareFailed, sentence));
         }
@@ -328,44 +337,43 @@ impl About {
     }
 }
 
-/// Tells a new device process everything again.
+/// Tells a new device process one of the requests of the records again.
 pub(super) async fn replay(
     process: &mut DeviceProcess,
-    requests: Vec<(SessionId, Vec<Message>)>,
-) -> Result<Replayed, StartError> {
-    let mut replayed = Replayed::default();
-    for (session, messages) in requests {
-        let id = process.next_id();
-        let about = About::of(messages.first());
-        let mut call = Call { parts: messages.into(), ..Call::of(None, true) };
-        loop {
-            if let Some(part) = call.next_part() {
-                process.send(id, &part).await?;
-            }
-            let (answered, reply) = process::receive(&process.link).await?;
-            if let Reply::RingBroken { session, reason } = reply {
-                replayed.broken.push((session, reason));
-                continue;
-            }
-            if answered != id {
-                return Err(LinkError::OutOfTurn("an answer that nobody waits for").into());
-            }
-            if matches!(call.hear(reply)?, Outcome::Final) {
-                break;
-            }
+    session: SessionId,
+    messages: Vec<Message>,
+    replayed: &mut Replayed,
+) -> Result<(), StartError> {
+    let id = process.next_id();
+    let about = About::of(messages.first());
+    let mut call = Call { parts: messages.into(), ..Call::of(None, true) };
+    loop {
+        if let Some(part) = call.next_part() {
+            process.send(id, &part).await?;
         }
-        match (call.heard.refused, about) {
-            (Some(refusal), About::Region(region)) => {
-                replayed.lost.push((session, region, refusal));
-            }
-            // Nobody serves it: its worker must hear of it, or waits for ever.
-            (Some(refusal), About::Ring) => {
-                replayed.broken.push((session, refusal.sentence().to_owned()));
-            }
-            (Some(refusal), About::Layers) => replayed.refused.push((session, refusal)),
-            // Graphs are refused with their ring, of which the worker hears.
-            (Some(_), About::Graphs) | (None, _) => {}
+        let (answered, reply) = process::receive(&process.link).await?;
+        if let Reply::RingBroken { session, reason } = reply {
+            replayed.broken.push((session, reason));
+            continue;
+        }
+        if answered != id {
+            return Err(LinkError::OutOfTurn("an answer that nobody waits for").into());
+        }
+        if matches!(call.hear(reply)?, Outcome::Final) {
+            break;
         }
     }
-    Ok(replayed)
+    match (call.heard.refused, about) {
+        (Some(refusal), About::Region(region)) => {
+            replayed.lost.push((session, region, refusal));
+        }
+        // Nobody serves it: its worker must hear of it, or waits for ever.
+        (Some(refusal), About::Ring) => {
+            replayed.broken.push((session, refusal.sentence().to_owned()));
+        }
+        (Some(refusal), About::Layers) => replayed.refused.push((session, refusal)),
+        // Graphs are refused with their ring, of which the worker hears.
+        (Some(_), About::Graphs) | (None, _) => {}
+    }
+    Ok(())
 }
