@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use statecopy_client::blocking::{Client, Plan};
 use statecopy_client::{
-    DataType, Direction, IndexWidth, Indices, Layer, Registration, Request, Slice, Strides,
+    DataType, Direction, IndexWidth, Indices, Layer, Ordered, RefusalCode, Registration, Request,
+    Slice, Strides,
 };
 use statecopy_kernels::cuda::{CudaMemory, CudaSelector, WordOp, WorkerStream};
 use statecopy_stub_cuda::{Function, StubDevice, Whose};
@@ -73,6 +74,15 @@ impl Worker {
     }
 }
 
+/// What a stream is asked for an accepted copy.
+fn steps(ordered: &Ordered<'_>) -> [WordOp; 2] {
+    let (bell, done) = (ordered.bell(), ordered.done());
+    [
+        WordOp::Write { offset: bell.offset, value: bell.value },
+        WordOp::WaitAtLeast { offset: done.offset, value: done.value },
+    ]
+}
+
 fn finish(stream: &WorkerStream) {
     until("the stream is done", || stream.is_idle().unwrap());
 }
@@ -93,12 +103,7 @@ fn a_stream_of_another_device_orders_copies_too_because_words_are_memory_of_the_
     let mut streams = [elsewhere.stream().unwrap(), here.stream().unwrap()];
     for (row, stream) in (0..ROWS).zip([0, 1, 0, 1]) {
         let ordered = lane.order(&worker.plan, Direction::Gather, &worker.request(row)).unwrap();
-        let (bell, done) = (ordered.bell(), ordered.done());
-        let operations = [
-            WordOp::Write { offset: bell.offset, value: bell.value },
-            WordOp::WaitAtLeast { offset: done.offset, value: done.value },
-        ];
-        streams[stream].enqueue(&words, &operations).unwrap();
+        streams[stream].enqueue(&words, &steps(&ordered)).unwrap();
         finish(&streams[stream]);
         assert!(worker.has(row), "row {row}");
         lane.check().unwrap();
@@ -123,12 +128,7 @@ fn a_copy_that_runs_when_its_client_is_let_go_of_is_waited_for_by_its_stream() {
     let before = launches();
     bed.stub.hold_kernels(Some(Whose::Process(device)));
     let ordered = lane.order(&worker.plan, Direction::Gather, &worker.request(2)).unwrap();
-    let (bell, done) = (ordered.bell(), ordered.done());
-    let operations = [
-        WordOp::Write { offset: bell.offset, value: bell.value },
-        WordOp::WaitAtLeast { offset: done.offset, value: done.value },
-    ];
-    stream.enqueue(&words, &operations).unwrap();
+    stream.enqueue(&words, &steps(&ordered)).unwrap();
     until("the copy runs", || launches() > before);
     let Worker { plan, client, packed, packed_at, inputs_at, rows, _cache, _inputs } = worker;
     drop((lane, plan, client, packed_at, inputs_at));
@@ -143,4 +143,31 @@ fn a_copy_that_runs_when_its_client_is_let_go_of_is_waited_for_by_its_stream() {
     let at = found.len() * 2;
     assert_eq!(found, rows[at..at + found.len()]);
     until("the session ends", || daemon.inspect().sessions.is_empty());
+}
+
+#[test]
+fn a_device_that_fails_under_a_copy_lets_its_stream_go_once_its_process_is_gone() {
+    let bed = CudaBed::over(&[StubDevice::default()]);
+    let daemon = bed.daemon().start();
+    let worker = Worker::new(&bed, &daemon);
+    let here = bed.exporter.worker(CudaSelector::Ordinal(0), &bed.stub.library()).unwrap();
+    let mut lane = worker.client.open_lane().unwrap();
+    let (mapping, range) = lane.memory();
+    let words = Arc::new(here.guest().share_words(mapping, range).unwrap());
+    let mut stream = here.stream().unwrap();
+    let failing = daemon.device_process();
+    bed.stub.fault_next_kernel(Some(Whose::Process(failing)));
+    let ordered = lane.order(&worker.plan, Direction::Gather, &worker.request(1)).unwrap();
+    stream.enqueue(&words, &steps(&ordered)).unwrap();
+    finish(&stream);
+    let state = std::fs::read_to_string(format!("/proc/{failing}/stat")).unwrap_or_default();
+    assert!(state.is_empty() || state.contains(") Z "), "it may still write: {state}");
+    let error = lane.check().unwrap_err();
+    assert_eq!(error.code(), Some(RefusalCode::DeviceLost), "{error}");
+    let mut other = worker.client.open_lane().unwrap();
+    let ordered = other.order(&worker.plan, Direction::Gather, &worker.request(3)).unwrap();
+    stream.enqueue(&words, &steps(&ordered)).unwrap();
+    finish(&stream);
+    other.check().unwrap();
+    assert!(worker.has(3));
 }
