@@ -287,20 +287,6 @@ impl CudaGuest {
         })
     }
 
-    /// Lets a stream wait for what another was asked until now.
-    ///
-    /// # Safety
-    /// As [`CudaGuest::synchronize`], of both. Neither is captured.
-    ///
-    /// # Errors
-    /// What the driver says.
-    pub unsafe fn order_after(&self, stream: u64, other: u64) -> Result<()> {
-        // SAFETY: the caller's own promise.
-        let mark = unsafe { self.mark(other) }?;
-        // SAFETY: the caller's own promise.
-        unsafe { self.order_after_mark(stream, &mark) }
-    }
-
     /// What of a stream a copy in its order depends on. Waits for nothing.
     ///
     /// # Safety
@@ -322,22 +308,6 @@ impl CudaGuest {
             // SAFETY: the caller's own promise.
             let id = current.relaxed(|current| unsafe { current.stream_id(handle) })?;
             Ok(StreamLook { id, capture })
-        })
-    }
-
-    /// A number of a stream that no later one of the process has, although its handle may come again.
-    ///
-    /// # Safety
-    /// As [`CudaGuest::synchronize`].
-    ///
-    /// # Errors
-    /// NOT_FOUND where the driver is older than CUDA 12.0; else what it says, for example that the stream is captured: then the
-    /// capture has ended.
-    pub unsafe fn stream_id(&self, stream: u64) -> Result<u64> {
-        let stream = stream_of(stream);
-        self.context.visit(|current| {
-            // SAFETY: the caller's own promise.
-            unsafe { current.stream_id(stream) }
         })
     }
 }

@@ -60,6 +60,17 @@ impl Drop for Words {
     }
 }
 
+/// Lets a stream wait for what another was asked until now.
+///
+/// # Safety
+/// Both live, and neither is captured.
+unsafe fn order_after(worker: &Worker<'_>, stream: u64, other: u64) {
+    // SAFETY: the caller's own promise.
+    let mark = unsafe { worker.guest.mark(other) }.unwrap();
+    // SAFETY: the caller's own promise.
+    unsafe { worker.guest.order_after_mark(stream, &mark) }.unwrap();
+}
+
 fn in_order(
     gathering: &mut Gathering,
     stream: u32,
@@ -381,7 +392,7 @@ fn a_stream_comes_after_another_without_a_wait_of_the_host() {
     let streams = [worker.stream(), worker.stream(), worker.stream()];
     worker.enqueue(streams[0], &[StreamOp::WaitAtLeast { at: worker.at(0), value: 1 }]);
     // SAFETY: the streams are of this test, and not captured.
-    unsafe { worker.guest.order_after(streams[1], streams[0]) }.unwrap();
+    unsafe { order_after(&worker, streams[1], streams[0]) };
     worker.enqueue(streams[1], &[StreamOp::Write { at: worker.at(1), value: 1 }]);
     // SAFETY: as above.
     let mark = unsafe { worker.guest.mark(streams[0]) }.unwrap();
@@ -396,13 +407,13 @@ fn a_stream_comes_after_another_without_a_wait_of_the_host() {
     assert!(worker.capture(streams[2]).is_some(), "another stream's capture goes on");
     worker.end(streams[2]);
     // SAFETY: the streams are of this test.
-    let ids = [1, 2].map(|stream| unsafe { worker.guest.stream_id(streams[stream]) }.unwrap());
+    let ids = [1, 2].map(|stream| unsafe { worker.guest.look(streams[stream]) }.unwrap().id);
     assert_ne!(ids[0], ids[1]);
     drop(mark);
     // Events are used again, and go with the guest.
     for _ in 0..10 {
         // SAFETY: the streams are of this test, and not captured.
-        unsafe { worker.guest.order_after(streams[1], streams[2]) }.unwrap();
+        unsafe { order_after(&worker, streams[1], streams[2]) };
     }
     assert_eq!(bed.report().live(Object::Event), 1);
     drop(worker);
@@ -422,7 +433,7 @@ fn a_thread_keeps_its_context_whatever_a_guest_does_with_streams() {
             let words = Words::new();
             drop(worker.guest.share_words(&words.mapping, words.range()).unwrap());
             // SAFETY: the streams are of this test.
-            unsafe { worker.guest.order_after(stream, stream) }.unwrap();
+            unsafe { order_after(&worker, stream, stream) };
             assert_eq!(guest::current(&bed), 0, "as before");
         });
     });
