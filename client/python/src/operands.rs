@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyRange, PyTuple};
+use pyo3::types::{PyBool, PyList, PyRange, PyTuple};
 use statecopy_client::sharing::Buffer;
 use statecopy_client::{DataType, Flags, IndexWidth, Indices, RefusalCode, Slice};
 use statecopy_kernels::cuda::StreamLook;
@@ -138,6 +138,10 @@ impl<'a> Asker<'a> {
     pub(crate) fn indices(self, object: &Bound<'_, PyAny>) -> PyResult<IndexOperand> {
         let py = object.py();
         if is_list(object) {
+            if object.get_item(0).is_ok_and(|first| first.is_instance_of::<PyBool>()) {
+                let message = "a list of bools was given: a mask names no rows";
+                return Err(INDICES.wrong(py, message));
+            }
             let values: Vec<i64> = object.extract().map_err(|error: PyErr| {
                 INDICES.wrong(py, &format!("a list of integers of 64 bits is needed: {error}"))
             })?;

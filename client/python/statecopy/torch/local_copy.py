@@ -22,10 +22,33 @@ def operands(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Indices and flags as tensors: the daemon takes lists too, of INT64 and of bools."""
     if not isinstance(indices, torch.Tensor):
-        indices = torch.tensor(indices, dtype=torch.int64, device=state.device)
+        indices = _listed(indices, "indices", "INDEX_TYPE", torch.int64).to(state.device)
     if flags is not None and not isinstance(flags, torch.Tensor):
-        flags = torch.tensor(flags, dtype=torch.bool, device=state.device)
+        flags = _listed(flags, "flags", "FLAGS_MISMATCH", torch.bool).to(state.device)
     return indices, flags
+
+
+def _listed(values: Any, name: str, code: str, dtype: torch.dtype) -> torch.Tensor:
+    """A list's values, which the daemon's path takes too: integers for indices, truths or integers for flags."""
+    try:
+        found = torch.tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise _unlisted(name, code, str(error)) from error
+    is_empty = found.numel() == 0
+    allowed = (torch.int64,) if dtype == torch.int64 else (torch.int64, torch.bool)
+    if not is_empty and found.dtype not in allowed:
+        raise _unlisted(name, code, f"it holds {found.dtype}")
+    return found.to(dtype)
+
+
+def _unlisted(name: str, code: str, why: str) -> ArgumentError:
+    wanted = "integers of 64 bits" if name == "indices" else "bools or integers"
+    return ArgumentError(
+        f"{name} is no list of {wanted}: {why}",
+        code=code,
+        remedy=f"Give a list of {wanted}, or a tensor.",
+        about=name,
+    )
 
 
 def gather(
@@ -84,12 +107,12 @@ def _scatter_blindly(states: Sequence[torch.Tensor], packed: torch.Tensor, indic
         cells.index_copy_(0, rows, torch.where(valid.view(-1, 1, 1, 1), source, donated))
 
 
-def foreign(packed: Any) -> torch.Tensor:
-    """Packed of another library, as the daemon's path takes it too."""
+def foreign(packed: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Packed of another library, as the daemon's path takes it too: of the state's type, which torch's own tensors are made."""
     if isinstance(packed, torch.Tensor):
         return packed
     try:
-        return from_dlpack(packed)
+        found = from_dlpack(packed)
     except (TypeError, AttributeError, BufferError, RuntimeError) as error:
         raise ArgumentError(
             f"packed is a {type(packed).__name__}, which is no tensor: {error}",
@@ -97,6 +120,14 @@ def foreign(packed: Any) -> torch.Tensor:
             remedy="Give a tensor that has DLPack.",
             about="packed",
         ) from error
+    if found.dtype != dtype:
+        raise ArgumentError(
+            f"packed is {found.dtype}; the state is {dtype}",
+            code="PACKED_MISMATCH",
+            remedy="Give packed in the type of the state.",
+            about="packed",
+        )
+    return found
 
 
 def check_apart(states: Sequence[torch.Tensor], tensor: torch.Tensor, name: str) -> None:

@@ -70,7 +70,9 @@ class LocalPlan(Plan):
             rows, _ = local_copy.operands(self.state, indices, None)
             if self._check_unique:
                 local_copy.check_unique(self.state, rows)
-            local_copy.scatter([self.state], local_copy.foreign(packed).unsqueeze(0), rows, self.max_selected)
+            local_copy.scatter(
+                [self.state], local_copy.foreign(packed, self.state.dtype).unsqueeze(0), rows, self.max_selected
+            )
 
         self._fallback.run("local_scatters", ask, copy)
 
@@ -128,6 +130,6 @@ class LocalBindingSet(BindingSet):
             rows, _ = local_copy.operands(states[0], indices, None)
             if self._check_unique:
                 local_copy.check_unique(states[0], rows)
-            local_copy.scatter(states, local_copy.foreign(packed), rows, self.max_selected)
+            local_copy.scatter(states, local_copy.foreign(packed, states[0].dtype), rows, self.max_selected)
 
         self._fallback.run("local_scatters", ask, copy)

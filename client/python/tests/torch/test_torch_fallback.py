@@ -101,6 +101,31 @@ class TestLocalCopies:
             assert caught.value.code == code
 
 
+WRONG_LISTS = {
+    "INDEX_TYPE": [([1.9], None), ([True, False], None), (["1"], None), ([1 << 63], None)],
+    "FLAGS_MISMATCH": [([1, 2], [1.5, 0]), ([1, 2], ["a", "b"])],
+}
+
+
+def test_lists_that_the_daemon_refuses_are_refused_by_a_local_copy_too(local: statecopy.torch.Client) -> None:
+    cache = Cache()
+    plan = plan_of(local, cache)
+    for code, lists in WRONG_LISTS.items():
+        for indices, flags in lists:
+            with pytest.raises(statecopy.ArgumentError) as served:
+                plan.gather(indices, flags)
+            with pytest.raises(statecopy.ArgumentError) as alone:
+                local_copy.operands(cache.state, indices, flags)
+            assert served.value.code == alone.value.code == code, (indices, flags)
+    indices, flags = local_copy.operands(cache.state, [], [])
+    assert (indices.dtype, len(indices)) == (torch.int64, 0)
+    assert flags is not None
+    assert len(flags) == 0
+    with pytest.raises(statecopy.ArgumentError) as caught:
+        local_copy.foreign(cache.packed(1).double().numpy(), cache.state.dtype)
+    assert caught.value.code == "PACKED_MISMATCH"
+
+
 def _must_not_be_read(*_arguments: Any, **_options: Any) -> Any:
     raise AssertionError("a value was read on the host")
 
