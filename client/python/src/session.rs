@@ -387,6 +387,9 @@ impl Session {
         let settled = self.settle(py);
         let closed = py.detach(|| {
             let closed = self.client.clone().close();
+            if let Some(streams) = &self.streams {
+                streams.close();
+            }
             self.pool.close();
             self.regions.close();
             closed

@@ -356,6 +356,11 @@ impl Streams {
 }
 
 impl Lane {
+    /// Whether no copy is to come any more.
+    fn is_over(&self) -> bool {
+        self.lane.is_settled() || self.lane.check().is_err()
+    }
+
     fn check(&self) -> Result<(), Failed> {
         match self.lane.check() {
             Err(error) if !self.lane.is_spent() => Err(Failed::Stream(error)),
@@ -381,40 +386,39 @@ impl Table {
     }
 }
 
-impl Drop for Streams {
-    fn drop(&mut self) {
-        let lanes = self.lanes();
-        let Table { words, .. } = mem::take(&mut *lock(&self.table));
-        if !self.graphs.is_empty() {
-            // A replay may reach them at any time.
-            mem::forget(words.clone());
+impl Streams {
+    /// Gives the words back, once the session is closed. The driver waits for every stream of the process first.
+    pub(crate) fn close(&self) {
+        let Table { lanes, words, .. } = mem::take(&mut *lock(&self.table));
+        let is_over = lanes.iter().all(|known| lock(&known.lane).lane.is_settled());
+        if !is_over || !self.graphs.is_empty() {
+            // A stream may still reach them, and a replay at any time.
+            mem::forget(words);
         }
-        // Nobody waits here: it may be the interpreter's own thread, and a stream may be far behind.
-        let left = move || {
-            if !are_over(&lanes, LEFT_MAX) {
-                mem::forget(words);
-            }
-        };
-        // Without a thread everything stays, with the session.
-        let _spawned = thread::Builder::new().name("statecopy-left".to_owned()).spawn(left);
     }
 }
 
-/// Waits until the copies that were put on streams are over, which the session outlives.
-fn are_over(lanes: &[Arc<Mutex<Lane>>], patience: Duration) -> bool {
-    let until = Instant::now().checked_add(patience);
-    lanes.iter().all(|lane| {
-        loop {
-            let is_over = {
-                let lane = lock(lane);
-                lane.lane.is_settled() || lane.lane.check().is_err()
-            };
-            if is_over || until.is_some_and(|until| Instant::now() >= until) {
-                return is_over;
-            }
-            thread::sleep(LOOK);
+impl Drop for Streams {
+    fn drop(&mut self) {
+        // Nobody waits here, for streams or for the driver: it may be the interpreter's own thread, at its end too.
+        let Table { lanes, words, .. } = mem::take(&mut *lock(&self.table));
+        mem::forget(words);
+        let lanes: Vec<_> = lanes.into_iter().map(|known| known.lane).collect();
+        if lanes.iter().any(|lane| !lock(lane).is_over()) {
+            let left = move || wait_for(&lanes);
+            // Without a thread everything stays, with the session.
+            let _spawned = thread::Builder::new().name("statecopy-left".to_owned()).spawn(left);
         }
-    })
+    }
+}
+
+/// Keeps a session until the copies are over that were put on its streams.
+fn wait_for(lanes: &[Arc<Mutex<Lane>>]) {
+    let until = Instant::now().checked_add(LEFT_MAX);
+    let goes_on = || until.is_none_or(|until| Instant::now() < until);
+    while goes_on() && lanes.iter().any(|lane| !lock(lane).is_over()) {
+        thread::sleep(LOOK);
+    }
 }
 
 fn unsettled(timeout: Duration) -> Error {
