@@ -9,9 +9,9 @@ use std::time::Duration;
 use statecopy_client::blocking::{Client, Plan};
 use statecopy_client::{
     DataType, Direction, IndexWidth, Indices, Layer, Ordered, RefusalCode, Registration, Request,
-    Slice, Strides,
+    Slice, StreamLane, Strides,
 };
-use statecopy_kernels::cuda::{CudaMemory, CudaSelector, WordOp, WorkerStream};
+use statecopy_kernels::cuda::{CudaMemory, CudaSelector, GuestWords, WordOp, WorkerStream};
 use statecopy_stub_cuda::{Function, StubDevice, Whose};
 use statecopy_tests::{CudaBed, CudaWorker, Daemon, PIECES, random_bytes, until};
 
@@ -66,6 +66,15 @@ impl Worker {
         Request::new(Indices::Shared { width: IndexWidth::Int64, at, selected: 1 }, packed)
     }
 
+    /// A lane, and a stream of the worker's device that reaches its words.
+    fn on_a_stream(&self, bed: &CudaBed) -> (StreamLane, Arc<GuestWords>, WorkerStream) {
+        let here = bed.exporter.worker(CudaSelector::Ordinal(0), &bed.stub.library()).unwrap();
+        let lane = self.client.open_lane().unwrap();
+        let (mapping, range) = lane.memory();
+        let words = Arc::new(here.guest().share_words(mapping, range).unwrap());
+        (lane, words, here.stream().unwrap())
+    }
+
     fn has(&self, row: u64) -> bool {
         let at = usize::try_from(row * PAYLOAD).unwrap();
         let mut found = vec![0; usize::try_from(PAYLOAD).unwrap()];
@@ -118,11 +127,7 @@ fn a_copy_that_runs_when_its_client_is_let_go_of_is_waited_for_by_its_stream() {
     let bed = CudaBed::over(&[StubDevice::default()]);
     let daemon = bed.daemon().start();
     let worker = Worker::new(&bed, &daemon);
-    let here = bed.exporter.worker(CudaSelector::Ordinal(0), &bed.stub.library()).unwrap();
-    let mut lane = worker.client.open_lane().unwrap();
-    let (mapping, range) = lane.memory();
-    let words = Arc::new(here.guest().share_words(mapping, range).unwrap());
-    let mut stream = here.stream().unwrap();
+    let (mut lane, words, mut stream) = worker.on_a_stream(&bed);
     let device = daemon.device_process();
     let launches = || bed.report(device).count(Function::cuLaunchKernel);
     let before = launches();
@@ -150,11 +155,7 @@ fn a_device_that_fails_under_a_copy_lets_its_stream_go_once_its_process_is_gone(
     let bed = CudaBed::over(&[StubDevice::default()]);
     let daemon = bed.daemon().start();
     let worker = Worker::new(&bed, &daemon);
-    let here = bed.exporter.worker(CudaSelector::Ordinal(0), &bed.stub.library()).unwrap();
-    let mut lane = worker.client.open_lane().unwrap();
-    let (mapping, range) = lane.memory();
-    let words = Arc::new(here.guest().share_words(mapping, range).unwrap());
-    let mut stream = here.stream().unwrap();
+    let (mut lane, words, mut stream) = worker.on_a_stream(&bed);
     let failing = daemon.device_process();
     bed.stub.fault_next_kernel(Some(Whose::Process(failing)));
     let ordered = lane.order(&worker.plan, Direction::Gather, &worker.request(1)).unwrap();
