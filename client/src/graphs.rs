@@ -105,14 +105,6 @@ impl Lanes {
         lock(&self.graphs).cut.extend(cut);
     }
 
-    /// Lets every wait of every graph go on. The executor's process is known dead, or never writes for this session again.
-    pub(crate) fn free_graphs(&self) {
-        for (_, words) in self.taken_pairs() {
-            // SYNC: the worker's stream waits for it; the silence is seen by who sees it.
-            words.done().store_release(FREED);
-        }
-    }
-
     /// Tells the daemon of graphs that are gone. Once nobody serves them nobody needs to hear.
     pub(crate) fn disarm_dropped(self: &Arc<Self>) {
         let is_over = self.silence.get().is_some();
@@ -292,9 +284,11 @@ impl GraphLane {
     /// what it copies is not there any more, INCARNATION_MISMATCH when the daemon that it was captured with is gone, UNAVAILABLE when
     /// it went away under a copy.
     pub fn check(&self) -> Result<(), Error> {
-        let shared = &self.client.as_async().shared;
-        let call = Call::new("check a graph", shared.options.call_timeout);
-        self.sound().map_err(|failure| call.error(&shared.address, failure))
+        self.sound().map_err(|failure| {
+            let shared = &self.client.as_async().shared;
+            let call = Call::new("check a graph", shared.options.call_timeout);
+            call.error(&shared.address, failure)
+        })
     }
 
     fn sound(&self) -> Result<(), Failure> {
@@ -317,16 +311,13 @@ impl GraphLane {
     }
 
     fn wait_any(&self, bits: u64, until: Option<Instant>) -> Result<(), Error> {
-        let mut waiting = Waiting::default();
         // SYNC: acquires the rows that the copy wrote.
-        while self.words.done().load_acquire() & bits == 0 {
-            if until.is_some_and(|until| Instant::now() >= until) {
-                let sentence = "A replay of the graph was not done in time";
-                return Err(Refusal::new(RefusalCode::DeadlineExceeded, sentence).into());
-            }
-            waiting.pause();
+        let is_there = || self.words.done().load_acquire() & bits != 0;
+        if Waiting::until(until, is_there) {
+            return Ok(());
         }
-        Ok(())
+        let sentence = "A replay of the graph was not done in time";
+        Err(Refusal::new(RefusalCode::DeadlineExceeded, sentence).into())
     }
 }
 

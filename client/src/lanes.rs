@@ -154,13 +154,9 @@ impl Lanes {
         self.opened().any(is_unsettled) || self.has_unsettled_graphs()
     }
 
-    /// Lets every wait of every open lane and of every graph go on. The executor's process is known dead, or never writes for this session again.
-    fn free(&self) {
-        for words in self.opened() {
-            // SYNC: the worker's stream waits for it; the silence is seen by who sees it.
-            words.done().store_release(FREED);
-        }
-        self.free_graphs();
+    /// What streams may wait for: the words of every open lane and of every graph.
+    fn waits(&self) -> Waits {
+        Waits { lanes: self.opened().collect(), pairs: self.pairs() }
     }
 }
 
@@ -168,21 +164,38 @@ impl Drop for Lanes {
     fn drop(&mut self) {
         *lock(&self.end.0) = true;
         self.end.1.notify_all();
-        let left = Left {
-            lanes: self.opened().collect(),
-            pairs: self.pairs(),
-            socket: Arc::clone(&self.socket),
-            _kept: std::mem::take(&mut lock(&self.kept)),
-        };
-        left.let_go();
+        let (waits, socket) = (self.waits(), Arc::clone(&self.socket));
+        Left { waits, socket, _kept: std::mem::take(&mut lock(&self.kept)) }.let_go();
+    }
+}
+
+/// The words that streams may wait for.
+#[derive(Debug)]
+struct Waits {
+    lanes: Vec<MappedLane>,
+    pairs: Vec<MappedPair>,
+}
+
+impl Waits {
+    /// Whether a stream has come to a copy that is not over.
+    fn is_rung(&self) -> bool {
+        self.lanes.iter().any(is_rung) || self.pairs.iter().any(graphs::is_unsettled)
+    }
+
+    /// Lets every wait go on. The executor's process is known dead, or never writes for this session again.
+    fn free(&self) {
+        let done = self.lanes.iter().map(LaneWords::done);
+        for done in done.chain(self.pairs.iter().map(PairWords::done)) {
+            // SYNC: the worker's stream waits for it; the silence, where there is one, is seen by who sees it.
+            done.store_release(FREED);
+        }
     }
 }
 
 /// What streams may still wait for when nobody has the session any more.
 #[derive(Debug)]
 struct Left {
-    lanes: Vec<MappedLane>,
-    pairs: Vec<MappedPair>,
+    waits: Waits,
     /// The session lives as long.
     socket: Arc<DescriptorSocket>,
     _kept: Vec<Held>,
@@ -191,16 +204,16 @@ struct Left {
 impl Left {
     /// Lets every wait go on: of what was never rung at once, and of what the daemon may be copying once that is done.
     fn let_go(self) {
-        if !self.is_rung() || self.socket.silence().is_some() {
-            return self.free();
+        if !self.is_served() {
+            return self.waits.free();
         }
         let left = Arc::new(self);
         let of_thread = Arc::clone(&left);
         let wait = move || {
-            while of_thread.is_rung() && of_thread.socket.silence().is_none() {
+            while of_thread.is_served() {
                 thread::sleep(LOOK_EVERY);
             }
-            of_thread.free();
+            of_thread.waits.free();
         };
         if thread::Builder::new().name("statecopy-lanes".to_owned()).spawn(wait).is_err() {
             // So the session goes on, and what was rung is copied.
@@ -208,16 +221,9 @@ impl Left {
         }
     }
 
-    fn is_rung(&self) -> bool {
-        self.lanes.iter().any(is_rung) || self.pairs.iter().any(graphs::is_unsettled)
-    }
-
-    fn free(&self) {
-        let done = self.lanes.iter().map(LaneWords::done);
-        for done in done.chain(self.pairs.iter().map(PairWords::done)) {
-            // SYNC: the worker's stream waits for it, and asks nothing more.
-            done.store_release(FREED);
-        }
+    /// Whether the daemon may be copying what was rung.
+    fn is_served(&self) -> bool {
+        self.waits.is_rung() && self.socket.silence().is_none()
     }
 }
 
@@ -242,7 +248,7 @@ fn watch(lanes: &Weak<Lanes>, (ended, end): &(Mutex<bool>, Condvar)) {
                 lanes.note_cut_graphs();
             }
             lanes.silence.get_or_init(|| silence);
-            lanes.free();
+            lanes.waits().free();
         }
         lanes.disarm_dropped();
         drop(lanes);

@@ -315,9 +315,10 @@ impl StreamLane {
     /// # Errors
     /// Why the lane was failed: its waits went on, and rows that were not there yet are undefined.
     pub fn check(&self) -> Result<(), Error> {
-        let shared = &self.client.as_async().shared;
-        let call = Call::new("check a lane", shared.options.call_timeout);
-        self.sound().map_err(|failure| call.error(&shared.address, failure))
+        self.sound().map_err(|failure| {
+            let timeout = self.client.as_async().shared.options.call_timeout;
+            self.error(&Call::new("check a lane", timeout), failure)
+        })
     }
 
     fn sound(&self) -> Result<(), Failure> {
@@ -385,17 +386,13 @@ impl Ordered<'_> {
     /// DEADLINE_EXCEEDED when it is not within that time; it may be done later. What [`StreamLane::check`] says.
     pub fn wait(&self, timeout: Duration) -> Result<(), Error> {
         let words = self.lane.submitter.words();
-        let until = Instant::now().checked_add(timeout);
-        let mut waiting = Waiting::default();
         // SYNC: acquires the rows that the copy wrote.
-        while words.done().load_acquire() < self.sequence.get() {
-            if until.is_some_and(|until| Instant::now() >= until) {
-                let sentence = format!("The copy was not done within {timeout:?}");
-                return Err(Refusal::new(RefusalCode::DeadlineExceeded, sentence).into());
-            }
-            waiting.pause();
+        let is_there = || words.done().load_acquire() >= self.sequence.get();
+        if Waiting::until(Instant::now().checked_add(timeout), is_there) {
+            return self.lane.check();
         }
-        self.lane.check()
+        let sentence = format!("The copy was not done within {timeout:?}");
+        Err(Refusal::new(RefusalCode::DeadlineExceeded, sentence).into())
     }
 
     /// Whether it is over: done, or never done.
@@ -410,6 +407,18 @@ impl Ordered<'_> {
 pub(crate) struct Waiting(Option<Instant>);
 
 impl Waiting {
+    /// Waits until it is so, or that time has come. Whether it is so.
+    pub(crate) fn until(until: Option<Instant>, mut is_so: impl FnMut() -> bool) -> bool {
+        let mut waiting = Self::default();
+        while !is_so() {
+            if until.is_some_and(|until| Instant::now() >= until) {
+                return false;
+            }
+            waiting.pause();
+        }
+        true
+    }
+
     pub(crate) fn pause(&mut self) {
         let now = Instant::now();
         if now.duration_since(*self.0.get_or_insert(now)) < SPIN {
