@@ -335,20 +335,8 @@ impl Streams {
     /// # Errors
     /// DEADLINE_EXCEEDED.
     pub(crate) fn settle(&self, timeout: Duration) -> Result<(), Error> {
-        let until = Instant::now().checked_add(timeout);
-        for lane in self.lanes() {
-            loop {
-                {
-                    let lane = lock(&lane);
-                    if lane.lane.is_settled() || lane.lane.check().is_err() {
-                        break;
-                    }
-                }
-                if until.is_some_and(|until| Instant::now() >= until) {
-                    return Err(unsettled(timeout));
-                }
-                thread::sleep(PAUSE);
-            }
+        if !wait_for(&self.lanes(), timeout, PAUSE) {
+            return Err(unsettled(timeout));
         }
         self.let_go();
         Ok(())
@@ -405,20 +393,23 @@ impl Drop for Streams {
         mem::forget(words);
         let lanes: Vec<_> = lanes.into_iter().map(|known| known.lane).collect();
         if lanes.iter().any(|lane| !lock(lane).is_over()) {
-            let left = move || wait_for(&lanes);
+            let left = move || wait_for(&lanes, LEFT_MAX, LOOK);
             // Without a thread everything stays, with the session.
             let _spawned = thread::Builder::new().name("statecopy-left".to_owned()).spawn(left);
         }
     }
 }
 
-/// Keeps a session until the copies are over that were put on its streams.
-fn wait_for(lanes: &[Arc<Mutex<Lane>>]) {
-    let until = Instant::now().checked_add(LEFT_MAX);
-    let goes_on = || until.is_none_or(|until| Instant::now() < until);
-    while goes_on() && lanes.iter().any(|lane| !lock(lane).is_over()) {
-        thread::sleep(LOOK);
+/// Waits until the copies are over that were put on streams, which are looked at again after each pause. Whether they are.
+fn wait_for(lanes: &[Arc<Mutex<Lane>>], patience: Duration, pause: Duration) -> bool {
+    let until = Instant::now().checked_add(patience);
+    while lanes.iter().any(|lane| !lock(lane).is_over()) {
+        if until.is_some_and(|until| Instant::now() >= until) {
+            return false;
+        }
+        thread::sleep(pause);
     }
+    true
 }
 
 fn unsettled(timeout: Duration) -> Error {

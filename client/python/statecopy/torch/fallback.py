@@ -68,7 +68,7 @@ class Fallback:
             if was_away:
                 self._come_back()
             return answer
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             # Every replay would copy in this process, also once the daemon is back, and by the addresses of now.
             raise Unavailable(
                 "The daemon is away while the current stream is captured; a copy of this process is not captured",

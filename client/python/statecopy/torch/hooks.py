@@ -46,6 +46,9 @@ class Hooks:
         """The same bytes as elements of another type: DLPack does not carry all of torch's."""
         return tensor.view(dtype_of(dtype))
 
+    def _device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device() if self.index is None else self.index)
+
     @staticmethod
     def _stream_of_current_device() -> int:
         return _raw_stream(torch.cuda.current_device())
@@ -63,16 +66,14 @@ class Hooks:
 
     def maker(self, dtype: str) -> Callable[[tuple[int, ...]], torch.Tensor]:
         """What makes the tensors that gathers give, in the order of the current stream: of a shape, on the session's device."""
-        index = torch.cuda.current_device() if self.index is None else self.index
         # Called for each gather: a method of a tensor takes half the time of torch.empty with a type and a device to look at.
-        return torch.empty(0, dtype=dtype_of(dtype), device=torch.device("cuda", index)).new_empty
+        return torch.empty(0, dtype=dtype_of(dtype), device=self._device()).new_empty
 
     def upload(self, role: str, values: list[int] | list[bool]) -> torch.Tensor:
         """Values of the host on the session's device, in the order of the current stream, which is not waited for."""
-        index = torch.cuda.current_device() if self.index is None else self.index
         # Pinned: torch keeps it until the stream has read it.
         pinned = torch.tensor(values, dtype=torch.bool if role == "flags" else torch.int64, pin_memory=True)
-        return pinned.to(torch.device("cuda", index), non_blocking=True)
+        return pinned.to(self._device(), non_blocking=True)
 
     def stage(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copies an operand into shared memory, on the current stream."""
