@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use serde::Serialize;
 use statecopy_proto::{RegionId, SessionId};
 use statecopy_session::PairNumber;
 
@@ -145,16 +146,13 @@ pub(super) fn register(
     resumed: bool,
 ) -> Result<Vec<Message>, LinkError> {
     let layers = link::chunks(registration.layers.iter().map(Into::into).collect())?;
-    let sets = link::chunks(registration.sets.iter().map(Into::into).collect())?;
     let part = |layers, sets, last| {
         (Request::Register { session, layers, sets, last, resumed }, Vec::new())
     };
     let mut messages: Vec<Message> =
         layers.into_iter().map(|layers| part(layers, Vec::new(), false)).collect();
-    let last_at = sets.len() - 1;
-    messages.extend(
-        sets.into_iter().enumerate().map(|(at, sets)| part(Vec::new(), sets, at == last_at)),
-    );
+    let sets = registration.sets.iter().map(Into::into).collect();
+    messages.extend(in_parts(sets, |sets, last| part(Vec::new(), sets, last))?);
     Ok(messages)
 }
 
@@ -163,11 +161,8 @@ pub(super) fn rebind(
     session: SessionId,
     moves: &[RebindRecord],
 ) -> Result<Vec<Message>, LinkError> {
-    let parts = link::chunks(moves.iter().map(Into::into).collect())?;
-    let last_at = parts.len() - 1;
-    let message =
-        |(at, layers)| (Request::Rebind { session, layers, last: at == last_at }, Vec::new());
-    Ok(parts.into_iter().enumerate().map(message).collect())
+    let moves = moves.iter().map(Into::into).collect();
+    in_parts(moves, |layers, last| (Request::Rebind { session, layers, last }, Vec::new()))
 }
 
 /// The messages that arm slots. `resumed`: an earlier device process had armed them.
@@ -176,10 +171,19 @@ pub(super) fn arm<'a>(
     slots: impl IntoIterator<Item = &'a SlotRecord>,
     resumed: bool,
 ) -> Result<Vec<Message>, LinkError> {
-    let parts = link::chunks(slots.into_iter().map(SlotMessage::from).collect())?;
+    let slots = slots.into_iter().map(SlotMessage::from).collect();
+    in_parts(slots, |slots, last| {
+        (Request::ArmGraphs { session, slots, last, resumed }, Vec::new())
+    })
+}
+
+/// The messages of a list that may outgrow one, each told whether it is the last.
+fn in_parts<T: Serialize>(
+    items: Vec<T>,
+    message: impl Fn(Vec<T>, bool) -> Message,
+) -> Result<Vec<Message>, LinkError> {
+    let parts = link::chunks(items)?;
     let last_at = parts.len() - 1;
-    let message = |(at, slots)| {
-        (Request::ArmGraphs { session, slots, last: at == last_at, resumed }, Vec::new())
-    };
-    Ok(parts.into_iter().enumerate().map(message).collect())
+    let numbered = parts.into_iter().enumerate();
+    Ok(numbered.map(|(at, part)| message(part, at == last_at)).collect())
 }
