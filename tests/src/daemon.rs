@@ -6,11 +6,13 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use statecopy_proto::v1::InspectReply;
 use tempfile::TempDir;
 
+use crate::footprint::processor_ticks;
 use crate::http::{self, Answer};
 use crate::poll::{eventually, until};
 use crate::wire::Wire;
@@ -227,6 +229,27 @@ impl Daemon {
         let mut counters = status.devices.iter().flat_map(|device| &device.counters);
         let counter = counters.find(|counter| counter.name == name && counter.label == label);
         counter.unwrap_or_else(|| panic!("no counter {name} {label}")).value
+    }
+
+    /// How often the executor has looked at bells between two sleeps.
+    #[must_use]
+    pub fn bell_looks(&self) -> u64 {
+        self.counter("statecopy_bell_looks_total", "")
+    }
+
+    /// Watches the executor while a bell may ring and none does.
+    ///
+    /// # Panics
+    /// When it does not look again and again, or not between sleeps.
+    pub fn expect_sleeps_between_looks(&self) {
+        until("it sleeps", || self.bell_looks() > 0);
+        let device = self.device_process();
+        let (before, begun) = (processor_ticks(device), Instant::now());
+        let enough = self.bell_looks() + 2_000;
+        until("it looks again and again", || self.bell_looks() > enough);
+        let used = Duration::from_millis((processor_ticks(device) - before) * 10);
+        // Aimed at 5 % of a processor; ten times that is a fault.
+        assert!(used < begun.elapsed() / 2, "{used:?} of {:?}", begun.elapsed());
     }
 
     /// The value of a metric without labels.

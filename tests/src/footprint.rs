@@ -69,8 +69,7 @@ fn range_bytes(line: &str) -> u64 {
 ///
 /// # Panics
 /// When there is no such process.
-#[must_use]
-pub fn processor_ticks(pid: u32) -> u64 {
+pub(crate) fn processor_ticks(pid: u32) -> u64 {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).expect("a process");
     let (_, fields) = stat.rsplit_once(") ").expect("a name in brackets");
     let times = fields.split(' ').skip(11).take(2);

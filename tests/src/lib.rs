@@ -26,7 +26,7 @@ mod worker;
 
 pub use cuda::{CudaBed, CudaWorker, PIECES};
 pub use daemon::{Daemon, DaemonOptions, binary, runs, send_signal};
-pub use footprint::{Footprint, processor_ticks};
+pub use footprint::Footprint;
 pub use graph_worker::{GraphPlans, GraphWorker, replay_step};
 pub use http::{Answer, get};
 pub use poll::{PATIENCE, eventually, until};

@@ -9,7 +9,7 @@ use statecopy_client::{
     Request, Step, Transport,
 };
 use statecopy_tests::{
-    Daemon, DaemonOptions, GraphWorker, PATIENCE, eventually, processor_ticks, send_signal, until,
+    Daemon, DaemonOptions, GraphWorker, PATIENCE, eventually, send_signal, until,
 };
 
 fn code<T>(outcome: Result<T, Error>) -> Option<RefusalCode> {
@@ -222,23 +222,15 @@ fn an_executor_looks_at_armed_graphs_between_sleeps_and_at_nothing_once_they_are
     let daemon = DaemonOptions::default().setting("spin_us", "20000").start();
     let worker = GraphWorker::new(&daemon);
     let graphs: Vec<_> = (0..35).map(|_| worker.graph()).collect();
-    let looks = || daemon.counter("statecopy_bell_looks_total", "");
-    until("it sleeps", || looks() > 0);
-    let device = daemon.device_process();
-    let (before, begun) = (processor_ticks(device), Instant::now());
-    let enough = looks() + 2_000;
-    until("it looks again and again", || looks() > enough);
-    let used = Duration::from_millis((processor_ticks(device) - before) * 10);
-    // Aimed at 5 % of a processor; ten times that is a fault.
-    assert!(used < begun.elapsed() / 2, "{used:?} of {:?}", begun.elapsed());
+    daemon.expect_sleeps_between_looks();
     for (lane, armed) in &graphs {
         armed.replay(lane, PATIENCE).unwrap();
     }
     drop(graphs);
     until("it looks no more", || {
-        let before = looks();
+        let before = daemon.bell_looks();
         thread::sleep(Duration::from_millis(50));
-        looks() == before
+        daemon.bell_looks() == before
     });
 }
 
