@@ -21,6 +21,7 @@ mod export;
 #[cfg(feature = "worker")]
 mod fault;
 mod guest;
+mod kernel_graphs;
 mod launcher;
 mod library;
 mod management;

@@ -129,7 +129,7 @@ fn a_copy_that_runs_when_its_client_is_let_go_of_is_waited_for_by_its_stream() {
     let worker = Worker::new(&bed, &daemon);
     let (mut lane, words, mut stream) = worker.on_a_stream(&bed);
     let device = daemon.device_process();
-    let launches = || bed.report(device).count(Function::cuLaunchKernel);
+    let launches = || bed.report(device).count(Function::cuGraphLaunch);
     let before = launches();
     bed.stub.hold_kernels(Some(Whose::Process(device)));
     let ordered = lane.order(&worker.plan, Direction::Gather, &worker.request(2)).unwrap();

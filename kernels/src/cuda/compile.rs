@@ -466,7 +466,7 @@ mod tests {
             "#define THREADS 128\n",
             "gather_int64(",
             "byte_copy(",
-            "static_assert(sizeof(Arguments) == 4000",
+            "static_assert(sizeof(Arguments) == 1376",
         ] {
             assert!(source.contains(part), "{part}");
         }

@@ -16,6 +16,7 @@ use super::arguments::{
 };
 use super::context::Context;
 use super::driver::DriverError;
+use super::kernel_graphs::HeldGraph;
 use super::memory::CudaRegion;
 use super::sys::{self, Stream, StreamMemOp};
 use super::words::{TICKETS_MAX, Words};
@@ -84,7 +85,7 @@ impl Streams {
 }
 
 /// A launch that was not answered yet.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 struct UnderWay {
     ticket: Ticket,
     /// Where it runs, until its word says that it is done; `None` where there was nothing to do.
@@ -94,6 +95,8 @@ struct UnderWay {
     copied: Option<u64>,
     /// When the driver was asked last, or the first poll met no word.
     asked: Option<Instant>,
+    /// What it was started by: for nobody else before it is done.
+    _graph: Option<HeldGraph>,
 }
 
 impl CudaLauncher {
@@ -105,7 +108,7 @@ impl CudaLauncher {
             streams,
             words,
             arguments: Box::new(Arguments::zeroed()),
-            slots: vec![None; TICKETS_MAX].into(),
+            slots: (0..TICKETS_MAX).map(|_| None).collect(),
             issued: 0,
         })
     }
@@ -186,13 +189,14 @@ impl CudaLauncher {
         if inline { 0 } else { index_bytes + flag_bytes }
     }
 
-    /// Fills the parameter in and starts the kernel. Nothing tells yet when it is done. Gives the rows of the part.
+    /// Fills the parameter in and starts the kernel, by a graph where one is given. Nothing tells yet when it is done. Gives the
+    /// rows of the part.
     fn start(
         &mut self,
         slot: usize,
         launch: &Launch<'_, CudaDevice>,
         stream: Stream,
-        copied: Option<u64>,
+        (copied, graph): (Option<u64>, Option<&HeldGraph>),
     ) -> Result<u64, DeviceFault> {
         let variant = launch.variant();
         let staged = self.fill(slot, launch);
@@ -212,10 +216,17 @@ impl CudaLauncher {
                 // SAFETY: the stream is ours, and the slot is free until this launch is answered.
                 unsafe { self.words.stage(current, stream, slot, staged) }?;
             }
-            // SAFETY: the function is of a variant that takes `Arguments`, whose module the caller's variants keep loaded.
-            // `fill` checked that packed, indices and flags hold what the launch says and that the part lies inside it;
-            // binding checked the layers against their regions. The caller keeps all of it until it knows of the end.
-            unsafe { current.launch(function, shape, THREADS, stream, &*self.arguments) }?;
+            match graph {
+                // SAFETY: the function is of a variant that takes `Arguments`, whose module the caller's variants keep loaded.
+                // `fill` checked that packed, indices and flags hold what the launch says and that the part lies inside it;
+                // binding checked the layers against their regions. The caller keeps all of it until it knows of the end, and
+                // the graph as well.
+                Some(graph) => unsafe { graph.launch(current, shape, stream, &self.arguments) },
+                // SAFETY: as above.
+                None => unsafe {
+                    current.launch(function, shape, THREADS, stream, &*self.arguments)
+                },
+            }?;
         }
         Ok(rows)
     }
@@ -246,7 +257,7 @@ impl CudaLauncher {
         let copied = known_copied(launch).filter(|_| bytes <= INLINE_BYTES_MAX);
         let copied = copied.expect("indices and flags travel with the launch");
         // So nothing of the slot is used.
-        let rows = self.start(slot_of(self.issued), launch, stream, Some(copied))?;
+        let rows = self.start(slot_of(self.issued), launch, stream, (Some(copied), None))?;
         Ok(Moved { copied, masked: rows - copied })
     }
 
@@ -268,7 +279,8 @@ impl CudaLauncher {
     ) -> Result<Ticket, DeviceFault> {
         let (ticket, slot) = (Ticket(self.issued), slot_of(self.issued));
         assert!(self.slots[slot].is_none(), "At most {TICKETS_MAX} launches await their poll");
-        let rows = self.start(slot, launch, stream, copied)?;
+        let graph = launch.variants.hold_graph(launch.variant());
+        let rows = self.start(slot, launch, stream, (copied, graph.as_ref()))?;
         let (done, value) = (self.words.done_address(slot), Self::done_value(ticket));
         let current = self.context.enter()?;
         match signal {
@@ -283,7 +295,8 @@ impl CudaLauncher {
             None => {}
         }
         let stream = (rows > 0 || signal.is_some()).then_some(stream);
-        self.slots[slot] = Some(UnderWay { ticket, stream, rows, copied, asked: None });
+        self.slots[slot] =
+            Some(UnderWay { ticket, stream, rows, copied, asked: None, _graph: graph });
         self.issued += 1;
         Ok(ticket)
     }
@@ -341,7 +354,7 @@ impl Launcher<CudaDevice> for CudaLauncher {
                 return Ok(None);
             }
         }
-        let UnderWay { rows, copied, .. } = *under_way;
+        let (rows, copied) = (under_way.rows, under_way.copied);
         self.slots[slot] = None;
         let states = usize::try_from(rows).expect("rows of one launch");
         let copied = copied.unwrap_or_else(|| self.words.copied(slot, states));

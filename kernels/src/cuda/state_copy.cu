@@ -21,7 +21,7 @@ typedef unsigned long long u64;
 #define STORE_HINT 0
 #endif
 #ifndef INLINE_BYTES
-#define INLINE_BYTES 3912
+#define INLINE_BYTES 1288
 #endif
 
 // What every launch reads stands first, and the first indices with it, in the line of constants that a block has to fetch

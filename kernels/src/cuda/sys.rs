@@ -50,6 +50,10 @@ handles! {
     Event
     /// `CUgraph`.
     Graph
+    /// `CUgraphNode`.
+    GraphNode
+    /// `CUgraphExec`.
+    GraphExec
     /// `CUuserObject`.
     UserObject
 }
@@ -114,7 +118,48 @@ pub(super) struct StreamMemOp {
     pub(super) rest: u64,
 }
 
+/// `CUDA_KERNEL_NODE_PARAMS` of CUDA 12 and 13.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(super) struct KernelNodeParams {
+    function: Function,
+    grid: [c_uint; 3],
+    block: [c_uint; 3],
+    shared_bytes: c_uint,
+    /// One pointer a parameter.
+    parameters: *mut *mut c_void,
+    extra: *mut *mut c_void,
+    /// Where there is no function.
+    kernel: usize,
+    context: Context,
+}
+
+impl KernelNodeParams {
+    /// A kernel with these parameters, which are read through it as long as it is used.
+    pub(super) fn new(
+        function: Function,
+        ([columns, rows], threads): ([u32; 2], u32),
+        parameters: &mut [*mut c_void],
+    ) -> Self {
+        Self {
+            function,
+            grid: [columns, rows, 1],
+            block: [threads, 1, 1],
+            shared_bytes: 0,
+            parameters: parameters.as_mut_ptr(),
+            extra: std::ptr::null_mut(),
+            kernel: 0,
+            context: Context(0),
+        }
+    }
+}
+
 const _: () = {
+    assert!(size_of::<KernelNodeParams>() == 72 && align_of::<KernelNodeParams>() == 8);
+    assert!(offset_of!(KernelNodeParams, grid) == 8);
+    assert!(offset_of!(KernelNodeParams, shared_bytes) == 32);
+    assert!(offset_of!(KernelNodeParams, parameters) == 40);
+    assert!(offset_of!(KernelNodeParams, context) == 64);
     assert!(size_of::<StreamMemOp>() == 48 && align_of::<StreamMemOp>() == 8);
     assert!(offset_of!(StreamMemOp, address) == 8);
     assert!(offset_of!(StreamMemOp, value) == 16);
@@ -409,6 +454,12 @@ functions! {
         flags: c_uint,
     );
     user_object_release = "cuUserObjectRelease"(object: UserObject, references: c_uint);
+    graph_create = "cuGraphCreate"(graph: *mut Graph, flags: c_uint);
+    graph_destroy = "cuGraphDestroy"(graph: Graph);
+    graph_instantiate = "cuGraphInstantiateWithFlags"(executable: *mut GraphExec, graph: Graph, flags: u64);
+    graph_upload = "cuGraphUpload"(executable: GraphExec, stream: Stream);
+    graph_launch = "cuGraphLaunch"(executable: GraphExec, stream: Stream);
+    graph_exec_destroy = "cuGraphExecDestroy"(executable: GraphExec);
     graph_retain_user_object = "cuGraphRetainUserObject"(graph: Graph, object: UserObject, references: c_uint, flags: c_uint);
 
     module_load_data = "cuModuleLoadData"(module: *mut Module, image: *const c_void);
@@ -430,6 +481,18 @@ functions! {
 
     => newer
     // Since CUDA 12.0.
+    graph_add_kernel_node = "cuGraphAddKernelNode_v2"(
+        node: *mut GraphNode,
+        graph: Graph,
+        dependencies: *const GraphNode,
+        count: usize,
+        kernel: *const KernelNodeParams,
+    );
+    graph_exec_kernel_node_set_params = "cuGraphExecKernelNodeSetParams_v2"(
+        executable: GraphExec,
+        node: GraphNode,
+        kernel: *const KernelNodeParams,
+    );
     stream_get_id = "cuStreamGetId"(stream: Stream, id: *mut u64);
 }
 

@@ -7,6 +7,7 @@ use statecopy_proto::{Direction, IndexWidth, PlanKind, Refusal, RefusalCode};
 
 use super::context::Context;
 use super::driver::DriverError;
+use super::kernel_graphs::{HeldGraph, KernelGraphs};
 use super::sys::{Function, Module};
 use crate::plan::{KernelClass, Variant};
 
@@ -16,6 +17,8 @@ pub struct CudaVariants {
     context: Arc<Context>,
     module: Module,
     functions: [Option<Function>; Variant::ALL.len()],
+    /// In the order of the functions. Dropped before the module, whose kernels are in them.
+    graphs: [KernelGraphs; Variant::ALL.len()],
     kind: PlanKind,
     payload_bytes: u64,
 }
@@ -38,13 +41,17 @@ impl CudaVariants {
             context: Arc::clone(context),
             module,
             functions: [None; Variant::ALL.len()],
+            graphs: Default::default(),
             kind: class.kind,
             payload_bytes: class.payload_bytes,
         };
         for variant in Variant::of(class.kind) {
             // SAFETY: the module is loaded.
             let function = unsafe { current.function(module, entry_point(*variant)) };
-            variants.functions[variant.ordinal()] = Some(function.map_err(refused)?);
+            let function = function.map_err(refused)?;
+            variants.functions[variant.ordinal()] = Some(function);
+            // SAFETY: the function is of a variant, which takes `Arguments`; the module goes after the graphs.
+            variants.graphs[variant.ordinal()] = unsafe { KernelGraphs::make(context, function) };
         }
         Ok(variants)
     }
@@ -57,6 +64,11 @@ impl CudaVariants {
         let function = self.functions[variant.ordinal()];
         assert!(function.is_some(), "The plan has no variant {}", variant.label());
         function.expect("asserted above")
+    }
+
+    /// A graph of the kernel of a variant that nobody else launches meanwhile, where one is left.
+    pub(super) fn hold_graph(&self, variant: Variant) -> Option<HeldGraph> {
+        self.graphs[variant.ordinal()].hold()
     }
 
     /// Bytes of one row of the class.
@@ -79,6 +91,7 @@ impl CudaVariants {
 
 impl Drop for CudaVariants {
     fn drop(&mut self) {
+        self.graphs = Default::default();
         // SAFETY: the module is ours; whoever launches holds the variants until the launch is done.
         self.context.give_back(|current| unsafe { current.unload_module(self.module) });
     }

@@ -149,6 +149,22 @@ const _: () = assert!(size_of::<CUstreamBatchMemOpParams>() == 48);
 const _: () = assert!(size_of::<CUmemAllocationProp>() == 32);
 const _: () = assert!(size_of::<CUmemAccessDesc>() == 12);
 
+/// `CUDA_KERNEL_NODE_PARAMS_v2`, for kernels with one parameter.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub(crate) struct KernelNodeParams<P> {
+    pub(crate) function: Opaque,
+    pub(crate) grid: [u32; 3],
+    pub(crate) block: [u32; 3],
+    pub(crate) shared_bytes: u32,
+    pub(crate) parameters: P,
+    pub(crate) extra: u64,
+    pub(crate) kernel: u64,
+    pub(crate) context: u64,
+}
+
+const _: () = assert!(size_of::<KernelNodeParams<u64>>() == 72);
+
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
 pub(crate) const LOCATION_DEVICE: u32 = 1;
 /// `CU_MEM_ALLOCATION_TYPE_PINNED`.

@@ -17,7 +17,7 @@ use statecopy_kernels::cuda::arguments::Arguments;
 
 use crate::abi::{
     CUipcMemHandle, CUmemAccessDesc, CUmemAllocationProp, CUresult, CUstreamBatchMemOpParams,
-    HANDLE_BYTES,
+    HANDLE_BYTES, KernelNodeParams,
 };
 use crate::process::Answer;
 
@@ -85,6 +85,7 @@ impl Plain for CUmemAllocationProp {}
 impl Plain for CUmemAccessDesc {}
 impl Plain for CUstreamBatchMemOpParams {}
 impl Plain for Arguments {}
+impl<T> Plain for KernelNodeParams<In<T>> {}
 impl Plain for Production {}
 impl<T> Plain for In<T> {}
 

@@ -140,7 +140,11 @@ functions! {
     cuUserObjectCreate: Process;
     cuUserObjectRelease: Process;
     cuGraphRetainUserObject: Process;
-    cuGraphInstantiateWithFlags: Context;
+    cuGraphCreate: Process;
+    cuGraphAddKernelNode_v2: Context;
+    cuGraphInstantiateWithFlags: Context, allocates;
+    cuGraphUpload: Context, allocates;
+    cuGraphExecKernelNodeSetParams_v2: Context;
     cuGraphLaunch: Context;
     cuGraphDestroy: Process;
     cuGraphExecDestroy: Process;
@@ -166,7 +170,9 @@ mod tests {
     fn what_allocates_is_told_apart() {
         assert!(Function::cuMemAlloc_v2.allocates());
         assert!(Function::cuModuleLoadData.allocates());
+        assert!(Function::cuGraphUpload.allocates());
         assert!(!Function::cuLaunchKernel.allocates());
+        assert!(!Function::cuGraphLaunch.allocates());
         assert!(!Function::cuMemMap.allocates());
     }
 }

@@ -46,16 +46,43 @@ impl Drop for UserObject {
     }
 }
 
-/// Work in the order in which it was captured, which is one of the orders that the graph allows.
+/// A kernel that was added by hand, and may be changed in what was made of the graph.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct KernelNode {
+    handle: Opaque,
+    /// Where its work stands.
+    place: usize,
+    function: Opaque,
+}
+
+/// What a graph does, in the order in which it was captured or added, which is one of the orders that the graph allows.
+#[derive(Debug, Default, Clone)]
+struct Contents {
+    work: Vec<Work>,
+    kernels: Vec<KernelNode>,
+}
+
+/// A graph.
 #[derive(Debug, Default)]
 pub(crate) struct Graph {
-    work: Mutex<Vec<Work>>,
+    contents: Mutex<Contents>,
     keeps: Mutex<Vec<Arc<UserObject>>>,
 }
 
 impl Graph {
+    fn contents(&self) -> MutexGuard<'_, Contents> {
+        self.contents.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(crate) fn add(&self, work: Work) {
-        self.work.lock().unwrap_or_else(PoisonError::into_inner).push(work);
+        self.contents().work.push(work);
+    }
+
+    pub(crate) fn add_kernel(&self, handle: Opaque, function: Opaque, work: Work) {
+        let mut contents = self.contents();
+        let place = contents.work.len();
+        contents.kernels.push(KernelNode { handle, place, function });
+        contents.work.push(work);
     }
 
     fn keeps(&self) -> MutexGuard<'_, Vec<Arc<UserObject>>> {
@@ -66,19 +93,40 @@ impl Graph {
 /// A graph that can be launched: a copy, with what the graph keeps.
 #[derive(Debug)]
 pub(crate) struct Executable {
-    work: Vec<Work>,
+    contents: Mutex<Contents>,
     _keeps: Vec<Arc<UserObject>>,
     turn: Mutex<()>,
 }
 
 impl Executable {
     fn of(graph: &Graph) -> Self {
-        let work = graph.work.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        Self { work, _keeps: graph.keeps().clone(), turn: Mutex::default() }
+        let contents = Mutex::new(graph.contents().clone());
+        Self { contents, _keeps: graph.keeps().clone(), turn: Mutex::default() }
     }
 
-    pub(crate) fn work(&self) -> &[Work] {
-        &self.work
+    fn contents(&self) -> MutexGuard<'_, Contents> {
+        self.contents.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What a launch does now: later changes are for later launches.
+    pub(crate) fn work(&self) -> Vec<Work> {
+        self.contents().work.clone()
+    }
+
+    /// The functions of kernels that were added by hand.
+    pub(crate) fn functions(&self) -> Vec<Opaque> {
+        self.contents().kernels.iter().map(|node| node.function).collect()
+    }
+
+    /// Changes a kernel that was added by hand.
+    pub(crate) fn set_kernel(&self, handle: Opaque, function: Opaque, work: Work) -> Answer {
+        let mut contents = self.contents();
+        let node = contents.kernels.iter_mut().find(|node| node.handle == handle);
+        let node = node.ok_or(CUresult::INVALID_VALUE)?;
+        node.function = function;
+        let place = node.place;
+        contents.work[place] = work;
+        Ok(())
     }
 
     /// Held while it runs: it never runs twice at once.
@@ -116,7 +164,7 @@ impl Graphs {
         handle
     }
 
-    fn graph(&self, handle: Opaque) -> Answer<&Arc<Graph>> {
+    pub(crate) fn graph(&self, handle: Opaque) -> Answer<&Arc<Graph>> {
         self.graphs.get(&handle).ok_or(CUresult::INVALID_VALUE)
     }
 

@@ -30,8 +30,8 @@ pub(crate) enum Work {
     Wait { at: Address, value: u64, flags: u32 },
     /// Waits until another stream has done so much.
     After(Place),
-    /// Runs a graph.
-    Graph(Arc<Executable>),
+    /// Runs a graph: what it was when it was launched.
+    Graph(Arc<Executable>, Vec<Work>),
     /// Frees memory of a pool.
     Free(Address),
 }
@@ -40,7 +40,8 @@ impl Work {
     /// Whether it may wait for others.
     fn may_wait(&self) -> bool {
         match self {
-            Self::Wait { .. } | Self::After(_) | Self::Graph(_) => true,
+            Self::Wait { .. } | Self::After(_) => true,
+            Self::Graph(_, works) => works.iter().any(Self::may_wait),
             Self::Kernel(_)
             | Self::Produce(_)
             | Self::Write { .. }
@@ -257,10 +258,10 @@ fn perform(process: &Arc<Process>, work: &Work) -> Answer {
             Ok(is_as_wanted(now, *value, *flags))
         }),
         Work::After(place) => wait(process, || Ok(place.is_reached())),
-        Work::Graph(executable) => {
+        Work::Graph(executable, works) => {
             // One that runs is waited for, on whatever stream.
             let _turn = executable.turn();
-            executable.work().iter().try_for_each(|work| perform(process, work))
+            works.iter().try_for_each(|work| perform(process, work))
         }
         Work::Free(at) => process.free_now(*at),
     }

@@ -39,11 +39,13 @@ pub enum Object {
     Module,
     /// Events that were created.
     Event,
+    /// Executable graphs.
+    Executable,
 }
 
 impl Object {
     /// Every kind.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Context,
         Self::Allocation,
         Self::HostAllocation,
@@ -55,6 +57,7 @@ impl Object {
         Self::Stream,
         Self::Module,
         Self::Event,
+        Self::Executable,
     ];
 }
 

@@ -252,12 +252,72 @@ fn a_fault_of_the_device_is_seen_by_the_poll_and_by_every_later_launch() {
 
 #[test]
 fn a_launch_that_the_driver_refuses_is_a_fault() {
-    for function in [Function::cuLaunchKernel, Function::cuStreamWriteValue64_v2] {
+    for function in [
+        Function::cuGraphExecKernelNodeSetParams_v2,
+        Function::cuGraphLaunch,
+        Function::cuLaunchKernel,
+        Function::cuStreamWriteValue64_v2,
+    ] {
         let bed = Bed::open();
+        if function == Function::cuLaunchKernel {
+            bed.stub.arm(Function::cuGraphInstantiateWithFlags, no_memory());
+        }
         let mut gathering = Gathering::of(&bed);
         bed.stub.arm(function, Fault::next(Act::Answer(CUresult(719))));
         let fault = gathering.launch_one().unwrap_err();
         assert!(fault.0.contains("CUDA_ERROR_LAUNCH_FAILED"), "{fault}");
+    }
+}
+
+/// Of every call.
+fn no_memory() -> Fault {
+    Fault::next(Act::Answer(CUresult::OUT_OF_MEMORY)).lasting()
+}
+
+/// How many launches went each way since: by a graph, by a launch of the kernel.
+fn ways(bed: &Bed, since: &ProcessReport) -> [u64; 2] {
+    let now = bed.report();
+    [Function::cuGraphLaunch, Function::cuLaunchKernel].map(|it| now.count(it) - since.count(it))
+}
+
+#[test]
+fn a_graph_is_for_one_launch_at_a_time_and_more_launches_do_without() {
+    let bed = Bed::open();
+    let mut gathering = Gathering::of(&bed);
+    for _ in 0..3 {
+        let before = bed.report();
+        bed.stub.hold_kernels(Some(Whose::Any));
+        let tickets: Vec<_> = (0..9).map(|_| gathering.launch_one().unwrap()).collect();
+        assert_eq!(ways(&bed, &before), [4, 5]);
+        bed.stub.hold_kernels(None);
+        for ticket in tickets {
+            assert_eq!(gathering.outcome(ticket), Moved { copied: 1, masked: 0 });
+        }
+    }
+    assert_eq!(bed.report().live(Object::Executable), 16, "four of each variant");
+    drop(gathering);
+    assert_eq!(bed.report().live(Object::Executable), 0);
+}
+
+#[test]
+fn a_driver_that_makes_no_graphs_launches_kernels() {
+    for function in [
+        Function::cuGraphCreate,
+        Function::cuGraphAddKernelNode_v2,
+        Function::cuGraphInstantiateWithFlags,
+        Function::cuGraphUpload,
+    ] {
+        let bed = Bed::open();
+        bed.stub.arm(function, no_memory());
+        let mut gathering = Gathering::of(&bed);
+        let before = bed.report();
+        for _ in 0..3 {
+            let ticket = gathering.launch_one().unwrap();
+            assert_eq!(gathering.outcome(ticket), Moved { copied: 1, masked: 0 });
+        }
+        assert_eq!(ways(&bed, &before), [0, 3], "without {}", function.name());
+        assert_eq!(bed.report().live(Object::Executable), 0);
+        assert_eq!(before.live(Object::Stream), bed.report().live(Object::Stream));
     }
 }
 
@@ -283,9 +343,9 @@ fn serving_asks_the_driver_for_launches_and_words_and_nothing_else() {
     for function in Function::ALL {
         let calls = after.count(*function) - before.count(*function);
         match function {
-            Function::cuLaunchKernel | Function::cuStreamWriteValue64_v2 => {
-                assert_eq!(calls, LAUNCHES);
-            }
+            Function::cuGraphExecKernelNodeSetParams_v2
+            | Function::cuGraphLaunch
+            | Function::cuStreamWriteValue64_v2 => assert_eq!(calls, LAUNCHES),
             // Now and then, where a launch takes long.
             Function::cuStreamQuery => {}
             _ => assert_eq!(calls, 0, "{}", function.name()),

@@ -1,14 +1,33 @@
 //! Captures, graphs, events.
 
 use std::ffi::c_void;
+use std::sync::Arc;
 
-use super::{Out, Word, exported};
+use statecopy_kernels::cuda::arguments::Arguments;
+
+use super::launches::kernel_work;
+use super::{In, Out, Word, exported};
 use crate::abi::{
-    CUresult, CaptureMode, Opaque, USER_OBJECT_MOVE, USER_OBJECT_NO_DESTRUCTOR_SYNC, capture_status,
+    CUresult, CaptureMode, KernelNodeParams, Opaque, USER_OBJECT_MOVE,
+    USER_OBJECT_NO_DESTRUCTOR_SYNC, capture_status,
 };
 use crate::captures;
-use crate::graphs::HostFunction;
+use crate::graphs::{Graph, HostFunction};
+use crate::process::{Answer, Process};
 use crate::streams::Work;
+use crate::trace::Object;
+
+/// A kernel of a graph, as a caller describes it.
+type KernelNode = KernelNodeParams<In<In<Arguments>>>;
+
+/// Its function, and what it does.
+fn node_work(process: &Process, node: In<KernelNode>) -> Answer<(Opaque, Work)> {
+    let KernelNode { function, grid, block, parameters, extra, .. } = node.get()?;
+    if extra != 0 {
+        return Err(CUresult::INVALID_VALUE);
+    }
+    Ok((function, kernel_work(process, function, (grid, block), parameters)?))
+}
 
 impl Word for Option<HostFunction> {
     fn word(&self) -> u64 {
@@ -90,20 +109,58 @@ exported! {
         let moved = flags == USER_OBJECT_MOVE;
         process.objects().graphs.retain_object(graph, object, references, moved)
     };
+    cuGraphCreate(graph: Out<Opaque>, flags: u32) |process| {
+        if flags != 0 {
+            return Err(CUresult::INVALID_VALUE);
+        }
+        let handle = process.control.number() << 4;
+        graph.put(process.objects().graphs.add(handle, Arc::new(Graph::default())))
+    };
+    cuGraphAddKernelNode_v2(
+        node: Out<Opaque>,
+        graph: Opaque,
+        _dependencies: In<Opaque>,
+        count: u64,
+        kernel: In<KernelNode>,
+    ) |process| {
+        // The stub's graphs have one order.
+        if count != 0 {
+            return Err(CUresult::NOT_SUPPORTED);
+        }
+        let (function, work) = node_work(process, kernel)?;
+        let handle = process.control.number() << 4;
+        process.objects().graphs.graph(graph)?.add_kernel(handle, function, work);
+        node.put(handle)
+    };
+    cuGraphExecKernelNodeSetParams_v2(executable: Opaque, node: Opaque, kernel: In<KernelNode>) |process| {
+        let (function, work) = node_work(process, kernel)?;
+        process.objects().graphs.executable(executable)?.set_kernel(node, function, work)
+    };
+    cuGraphUpload(executable: Opaque, stream: Opaque) |process| {
+        let _stream = process.stream(stream)?;
+        process.objects().graphs.executable(executable).map(drop)
+    };
     cuGraphInstantiateWithFlags(executable: Out<Opaque>, graph: Opaque, _flags: u64) |process| {
         let handle = process.control.number() << 4;
-        executable.put(process.objects().graphs.instantiate(handle, graph)?)
+        let made = process.objects().graphs.instantiate(handle, graph)?;
+        process.trace.add(Object::Executable);
+        executable.put(made)
     };
     cuGraphLaunch(executable: Opaque, stream: Opaque) |process| {
         let executable = process.objects().graphs.executable(executable)?;
-        process.stream(stream)?.push(Work::Graph(executable))
+        // A device would run whatever lies where the code was.
+        executable.functions().into_iter().try_for_each(|each| process.kernel(each).map(drop))?;
+        let work = executable.work();
+        process.stream(stream)?.push(Work::Graph(executable, work))
     };
     cuGraphDestroy(graph: Opaque) |process| {
         let gone = process.objects().graphs.destroy(graph);
         gone.map(drop)
     };
     cuGraphExecDestroy(executable: Opaque) |process| {
-        let gone = process.objects().graphs.destroy_executable(executable);
-        gone.map(drop)
+        let gone = process.objects().graphs.destroy_executable(executable)?;
+        process.trace.remove(Object::Executable);
+        drop(gone);
+        Ok(())
     };
 }

@@ -60,6 +60,26 @@ fn work_of(process: &Process, operation: &CUstreamBatchMemOpParams) -> Answer<Wo
     }
 }
 
+/// What a stream does for a launch.
+pub(super) fn kernel_work(
+    process: &Process,
+    function: Opaque,
+    (grid, block): ([u32; 3], [u32; 3]),
+    parameters: In<In<Arguments>>,
+) -> Answer<Work> {
+    let kernel = process.kernel(function)?;
+    check_grid(grid, block)?;
+    let parameter = parameters.get()?;
+    Ok(match kernel {
+        Kernel::Produce => Work::Produce(parameter.cast().get()?),
+        Kernel::Copy(kernel) => {
+            let arguments = parameter.get()?;
+            let (chunks, rows) = (grid[0].into(), grid[1].into());
+            Work::Kernel(Box::new(Launch { kernel, arguments, chunks, rows }))
+        }
+    })
+}
+
 exported! {
     cuStreamCreateWithPriority(stream: Out<Opaque>, flags: u32, _priority: i32) |process| {
         if flags > 1 {
@@ -155,19 +175,11 @@ exported! {
         parameters: In<In<Arguments>>,
         extra: In<c_void>,
     ) |process| {
-        let kernel = process.kernel(function)?;
-        check_grid([grid_x, grid_y, grid_z], [block_x, block_y, block_z])?;
         if extra.0.is_some() {
             return Err(CUresult::INVALID_VALUE);
         }
-        let parameter = parameters.get()?;
-        process.stream(stream)?.push(match kernel {
-            Kernel::Produce => Work::Produce(parameter.cast().get()?),
-            Kernel::Copy(kernel) => {
-                let arguments = parameter.get()?;
-                let (chunks, rows) = (grid_x.into(), grid_y.into());
-                Work::Kernel(Box::new(Launch { kernel, arguments, chunks, rows }))
-            }
-        })
+        let shape = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
+        let work = kernel_work(process, function, shape, parameters)?;
+        process.stream(stream)?.push(work)
     };
 }

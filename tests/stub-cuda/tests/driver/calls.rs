@@ -41,6 +41,20 @@ pub(crate) struct Access {
     pub(crate) flags: u32,
 }
 
+/// `CUDA_KERNEL_NODE_PARAMS_v2`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct KernelNode {
+    pub(crate) function: u64,
+    pub(crate) grid: [u32; 3],
+    pub(crate) block: [u32; 3],
+    pub(crate) shared: u32,
+    pub(crate) parameters: *mut *mut c_void,
+    pub(crate) extra: u64,
+    pub(crate) kernel: u64,
+    pub(crate) context: u64,
+}
+
 /// The driver in this process.
 pub(crate) struct Driver {
     library: Library,
@@ -131,6 +145,12 @@ calls! {
     cuUserObjectCreate(object: *mut u64, data: *mut c_void, destroy: HostFunction, references: u32, flags: u32);
     cuUserObjectRelease(object: u64, references: u32);
     cuGraphRetainUserObject(graph: u64, object: u64, references: u32, flags: u32);
+    cuGraphCreate(graph: *mut u64, flags: u32);
+    cuGraphAddKernelNode_v2(
+        node: *mut u64, graph: u64, dependencies: *const u64, count: usize, kernel: *const KernelNode
+    );
+    cuGraphExecKernelNodeSetParams_v2(executable: u64, node: u64, kernel: *const KernelNode);
+    cuGraphUpload(executable: u64, stream: u64);
     cuGraphInstantiateWithFlags(executable: *mut u64, graph: u64, flags: u64);
     cuGraphLaunch(executable: u64, stream: u64);
     cuGraphDestroy(graph: u64);

@@ -1,5 +1,6 @@
 //! Kernels, and the order of what a stream does.
 
+use std::ffi::c_void;
 use std::ptr;
 
 use statecopy_kernels::cuda::arguments::{
@@ -8,7 +9,7 @@ use statecopy_kernels::cuda::arguments::{
 };
 use statecopy_stub_cuda::{CUresult, Knob, Stub, Whose};
 
-use crate::calls::{Answer, Driver, out};
+use crate::calls::{Answer, Driver, KernelNode, out};
 use crate::until;
 
 /// Two layers of four rows of two bytes, four bytes apart.
@@ -274,4 +275,60 @@ fn a_stream_that_waits_holds_up_the_others_of_its_connection() {
         driver.cuMemcpyHtoD_v2(words, one.as_ptr().cast(), one.len()).unwrap();
         until("the streams go on", || written() == 2);
     }
+}
+
+/// A kernel of a graph, over so many rows.
+fn node(function: u64, parameters: &mut [*mut c_void; 1], rows: u32) -> KernelNode {
+    KernelNode {
+        function,
+        grid: [1, rows, 1],
+        block: [256, 1, 1],
+        shared: 0,
+        parameters: parameters.as_mut_ptr(),
+        extra: 0,
+        kernel: 0,
+        context: 0,
+    }
+}
+
+#[test]
+fn a_kernel_of_a_graph_is_what_it_was_when_the_graph_was_launched() {
+    let stub = Stub::create().unwrap();
+    let rig = Rig::new(&stub);
+    let driver = &rig.driver;
+    let function = driver.function(rig.module, "gather_int32").unwrap();
+    let [mut first, mut second] = [[3, -1, 0], [0, 0, 0]].map(|indices| {
+        let mut arguments = rig.arguments();
+        inline(&mut arguments, &int32(indices), 0);
+        arguments
+    });
+    let mut parameters = [(&raw mut first).cast::<c_void>()];
+    let kernel = node(function, &mut parameters, 3);
+    let graph = out(|at| driver.cuGraphCreate(at, 0)).unwrap();
+    let added =
+        out(|at| driver.cuGraphAddKernelNode_v2(at, graph, ptr::null(), 0, &raw const kernel));
+    let executable = out(|at| driver.cuGraphInstantiateWithFlags(at, graph, 0)).unwrap();
+    driver.cuGraphUpload(executable, rig.stream).unwrap();
+    driver.cuStreamSynchronize(rig.stream).unwrap();
+    assert_eq!(rig.packed()[..6], [77; 6], "an upload runs nothing");
+
+    stub.hold_kernels(Some(Whose::Any));
+    driver.cuGraphLaunch(executable, rig.stream).unwrap();
+    let mut parameters = [(&raw mut second).cast::<c_void>()];
+    let kernel = node(function, &mut parameters, 1);
+    let set = |node| driver.cuGraphExecKernelNodeSetParams_v2(executable, node, &raw const kernel);
+    assert_eq!(set(1), Err(CUresult::INVALID_VALUE), "no such kernel");
+    set(added.unwrap()).unwrap();
+    stub.hold_kernels(None);
+    driver.cuStreamSynchronize(rig.stream).unwrap();
+    assert_eq!(rig.packed()[..6], [7, 8, 0, 0, 1, 2]);
+    driver.cuGraphLaunch(executable, rig.stream).unwrap();
+    driver.cuStreamSynchronize(rig.stream).unwrap();
+    assert_eq!(rig.packed()[..6], [1, 2, 0, 0, 1, 2]);
+
+    driver.cuModuleUnload(rig.module).unwrap();
+    let launched = driver.cuGraphLaunch(executable, rig.stream);
+    assert_eq!(launched, Err(CUresult::INVALID_HANDLE), "the kernel's code is gone");
+    driver.cuGraphExecDestroy(executable).unwrap();
+    driver.cuGraphDestroy(graph).unwrap();
 }
