@@ -16,10 +16,11 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
-#include <map>
 #include <random>
 #include <sstream>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 typedef uint64_t u64;
@@ -40,14 +41,17 @@ constexpr u64 PAYLOAD = 786432, PAGE = 27 * PAYLOAD, ROWS = 512, LAYERS = 69, BA
 constexpr u64 CALLS = 100;      // in one graph
 constexpr u64 MEMCPY = 8ull << 30;
 
-struct alignas(16) Arguments {
+constexpr u32 INLINE = 1288;    // bytes of indices that travel with a launch; others beside it are for comparison
+
+template <u32 BYTES> struct alignas(16) ArgumentsOf {
     u32 shape, first_row;
     u64 base, packed, page_stride, rows;
-    unsigned char inline_bytes[3912];
+    unsigned char inline_bytes[BYTES];
     u64 payload, bases, flags, row_states;
     u32 selected, inline_flags_at, direction, index_width;
 };
-static_assert(sizeof(Arguments) == 4000, "as in state_copy.cu");
+typedef ArgumentsOf<INLINE> Arguments;
+static_assert(sizeof(Arguments) == 1376, "as in state_copy.cu");
 
 // The last block tells the host that all are done: what a launch without a write behind it would need.
 const char* const DONE_ENTRY = R"(
@@ -191,8 +195,8 @@ struct Kernel {
     double us[4];
 };
 
-Arguments arguments(u64 selected, u64 at, From from, bool row_states) {
-    Arguments a;
+template <u32 BYTES> ArgumentsOf<BYTES> arguments_of(u64 selected, u64 at, From from, bool row_states) {
+    ArgumentsOf<BYTES> a;
     std::memset(&a, 0, sizeof a);
     a.base = arena + FIRST;
     a.packed = packed_memory + at * PAYLOAD;
@@ -215,20 +219,26 @@ Arguments arguments(u64 selected, u64 at, From from, bool row_states) {
     return a;
 }
 
-void launch_ours(CUfunction function, u32 threads, u64 chunk, Arguments& a, u64 row_count) {
+Arguments arguments(u64 selected, u64 at, From from, bool row_states) {
+    return arguments_of<INLINE>(selected, at, from, row_states);
+}
+
+template <u32 BYTES>
+void launch_ours(CUfunction function, u32 threads, u64 chunk, ArgumentsOf<BYTES>& a, u64 row_count) {
     void* parameters[] = {&a};
     CHECK(cuLaunchKernel(function, u32((PAYLOAD + chunk - 1) / chunk), u32(row_count), 1, threads, 1, 1, 0, stream,
                          parameters, nullptr));
 }
 
+template <u32 BYTES = INLINE>
 Launch ours(CUfunction function, u32 threads, u64 chunk, From from, bool row_states) {
     return [=](u64 selected, u64 at) {
-        Arguments a = arguments(selected, at, from, row_states);
+        auto a = arguments_of<BYTES>(selected, at, from, row_states);
         launch_ours(function, threads, chunk, a, selected);
     };
 }
 
-std::vector<std::string> options(u32 threads, u64 chunk, int load, int store, u32 inline_bytes = 3912) {
+std::vector<std::string> options(u32 threads, u64 chunk, int load, int store, u32 inline_bytes = INLINE) {
     const auto define = [](const char* name, u64 value) { return "-D" + std::string(name) + "=" + std::to_string(value); };
     return {define("FUSED", 1), define("ITEM_BYTES", 4), define("VECTOR_BYTES", 16), define("EVEN", 1),
             define("THREADS", threads), define("CHUNK_BYTES", chunk), define("LOAD_HINT", u64(load)),
@@ -267,6 +277,60 @@ void check(const Kernel& kernel) {
     }
 }
 
+// 168 bytes hold 42 indices: with more the kernel reads them from the device.
+constexpr u32 SMALL = 168, LARGE = 3912;
+
+template <u32 BYTES> From from_of(u64 selected) {
+    return selected * 4 <= BYTES ? From::Inline : From::Device;
+}
+
+template <u32 BYTES> CUfunction gather_with(const std::string& source, const std::string& arch) {
+    return entry(compile(source, arch, options(128, 4096, 0, 0, BYTES)), "gather_int32");
+}
+
+template <u32 BYTES> Launch with_parameter(const std::string& source, const std::string& arch) {
+    const CUfunction gather = gather_with<BYTES>(source, arch);
+    return [=](u64 selected, u64 at) { ours<BYTES>(gather, 128, 4096, from_of<BYTES>(selected), false)(selected, at); };
+}
+
+// A kernel in an executable graph: its parameter is set, then the graph is launched.
+template <u32 BYTES> struct KernelGraph {
+    CUfunction function;
+    CUgraphNode node;
+    CUgraphExec executable;
+
+    KernelGraph(const std::string& source, const std::string& arch) : function(gather_with<BYTES>(source, arch)) {
+        CUgraph graph;
+        CHECK(cuGraphCreate(&graph, 0));
+        with(1, 0, [&](const CUDA_KERNEL_NODE_PARAMS& kernel) { CHECK(cuGraphAddKernelNode(&node, graph, nullptr, 0, &kernel)); });
+        CHECK(cuGraphInstantiate(&executable, graph, 0));
+        CHECK(cuGraphUpload(executable, stream));
+        CHECK(cuStreamSynchronize(stream));
+    }
+
+    void with(u64 selected, u64 at, const std::function<void(const CUDA_KERNEL_NODE_PARAMS&)>& call) const {
+        auto a = arguments_of<BYTES>(selected, at, from_of<BYTES>(selected), false);
+        void* parameters[] = {&a};
+        CUDA_KERNEL_NODE_PARAMS kernel;
+        std::memset(&kernel, 0, sizeof kernel);
+        kernel.func = function;
+        kernel.gridDimX = u32(PAYLOAD / 4096);
+        kernel.gridDimY = u32(selected);
+        kernel.blockDimX = 128;
+        kernel.gridDimZ = kernel.blockDimY = kernel.blockDimZ = 1;
+        kernel.kernelParams = parameters;
+        call(kernel);
+    }
+
+    void set(u64 selected, u64 at) const {
+        with(selected, at, [&](const CUDA_KERNEL_NODE_PARAMS& kernel) {
+            CHECK(cuGraphExecKernelNodeSetParams(executable, node, &kernel));
+        });
+    }
+
+    void launch() const { CHECK(cuGraphLaunch(executable, stream)); }
+};
+
 std::vector<Kernel> our_kernels(const std::string& source, const std::string& arch) {
     std::vector<Kernel> kernels;
     const auto add = [&](const std::string& label, Launch launch, bool gather = true) {
@@ -293,12 +357,7 @@ std::vector<Kernel> our_kernels(const std::string& source, const std::string& ar
             add(label + " inline, row states", ours(gather, shape.threads, shape.chunk, From::Inline, true));
             add(label + " device, row states", ours(gather, shape.threads, shape.chunk, From::Device, true));
             add(label + " pinned indices", ours(gather, shape.threads, shape.chunk, From::Pinned, false));
-            const CUmodule small = compile(source, arch, options(128, 4096, 0, 0, 168));
-            // 168 bytes hold 42 indices: with more the kernel reads them from the device.
-            const CUfunction small_gather = entry(small, "gather_int32");
-            add("ours 128x4096 ld0 st0 256-byte argument", [=](u64 selected, u64 at) {
-                ours(small_gather, 128, 4096, selected <= 36 ? From::Inline : From::Device, false)(selected, at);
-            });
+            add("ours 128x4096 ld0 st0 256-byte argument", with_parameter<SMALL>(source, arch));
         }
         add(label, ours(entry(module, "scatter_int32"), shape.threads, shape.chunk, From::Device, false), false);
     }
@@ -424,22 +483,20 @@ void write_and_poll() {
     poll(ticket);
 }
 
+template <u32 BYTES> std::function<void(u64, u64)> by_graph(const std::string& source, const std::string& arch) {
+    const KernelGraph<BYTES> graph(source, arch);
+    return [=](u64 selected, u64 at) {
+        graph.set(selected, at);
+        graph.launch();
+        write_and_poll();
+    };
+}
+
 void print_host_completed(const std::string& source, const std::string& arch) {
-    const CUmodule large = compile(source + DONE_ENTRY, arch, options(128, 4096, 0, 0));
-    const CUmodule small = compile(source + DONE_ENTRY, arch, options(128, 4096, 0, 0, 168));
+    const CUmodule module = compile(source + DONE_ENTRY, arch, options(128, 4096, 0, 0));
     struct Scheme { const char* label; std::function<void(u64, u64)> run; };
     std::vector<Scheme> schemes;
-    const CUfunction large_gather = entry(large, "gather_int32"), small_gather = entry(small, "gather_int32");
-    const CUfunction large_done = entry(large, "gather_done"), small_done = entry(small, "gather_done");
-    const auto done = [](CUfunction function, From from) {
-        return [=](u64 selected, u64 at) {
-            Arguments a = arguments(selected, at, from, false);
-            u64 value = ++ticket;
-            void* parameters[] = {&a, &finished, &word_at, &value};
-            CHECK(cuLaunchKernel(function, u32(PAYLOAD / 4096), u32(selected), 1, 128, 1, 1, 0, stream, parameters, nullptr));
-            poll(value);
-        };
-    };
+    const CUfunction gather = entry(module, "gather_int32"), last_block = entry(module, "gather_done");
     const auto synchronised = [](Launch launch) {
         return [=](u64 selected, u64 at) {
             launch(selected, at);
@@ -452,29 +509,37 @@ void print_host_completed(const std::string& source, const std::string& arch) {
             write_and_poll();
         };
     };
-    const Launch inline_large = ours(large_gather, 128, 4096, From::Inline, false);
-    const Launch inline_small = [=](u64 selected, u64 at) {
-        ours(small_gather, 128, 4096, selected <= 36 ? From::Inline : From::Device, false)(selected, at);
-    };
-    const Launch pinned_small = ours(small_gather, 128, 4096, From::Pinned, false);
-    schemes.push_back({"launch, synchronise            parameter 4000", synchronised(inline_large)});
-    schemes.push_back({"launch, synchronise            parameter 256*", synchronised(inline_small)});
-    schemes.push_back({"launch, synchronise            pinned indices", synchronised(pinned_small)});
-    schemes.push_back({"launch, write word, poll       parameter 4000", written(inline_large)});
-    schemes.push_back({"  the same again (control)", written(inline_large)});
-    schemes.push_back({"launch, write word, poll       parameter 256*", written(inline_small)});
-    schemes.push_back({"launch, write word, poll       pinned indices", written(pinned_small)});
-    schemes.push_back({"  4000, row states in pinned memory", written(ours(large_gather, 128, 4096, From::Inline, true))});
-    schemes.push_back({"  indices copied to the device first", [=](u64 selected, u64 at) {
-        CHECK(cuMemcpyHtoDAsync(device_indices + at * 4, pinned_indices + at, selected * 4, stream));
-        ours(small_gather, 128, 4096, From::Device, false)(selected, at);
+    const Launch travelling = ours(gather, 128, 4096, From::Inline, false);
+    schemes.push_back({"launch, synchronise            parameter 4000", synchronised(with_parameter<LARGE>(source, arch))});
+    schemes.push_back({"launch, synchronise            parameter 1376", synchronised(travelling)});
+    schemes.push_back({"launch, write word, poll       parameter 4000", written(with_parameter<LARGE>(source, arch))});
+    schemes.push_back({"launch, write word, poll       parameter 1376", written(travelling)});
+    schemes.push_back({"  the same again (control)", written(travelling)});
+    schemes.push_back({"launch, write word, poll       parameter 256*", written(with_parameter<SMALL>(source, arch))});
+    schemes.push_back({"graph, write word, poll        parameter 4000", by_graph<LARGE>(source, arch)});
+    schemes.push_back({"graph, write word, poll        parameter 1376", by_graph<INLINE>(source, arch)});
+    schemes.push_back({"graph, write word, poll        parameter 256*", by_graph<SMALL>(source, arch)});
+    const KernelGraph<INLINE> as_it_was(source, arch);
+    schemes.push_back({"  a graph whose parameter stays", [=](u64 selected, u64 at) {
+        static u64 set_to = 0;
+        if (std::exchange(set_to, selected) != selected) as_it_was.set(selected, at);
+        as_it_was.launch();
         write_and_poll();
     }});
-    schemes.push_back({"last block writes, poll        parameter 4000", done(large_done, From::Inline)});
-    schemes.push_back({"last block writes, poll        parameter 256*", [=](u64 selected, u64 at) {
-        done(small_done, selected <= 36 ? From::Inline : From::Device)(selected, at);
+    schemes.push_back({"launch, write word, poll       pinned indices", written(ours(gather, 128, 4096, From::Pinned, false))});
+    schemes.push_back({"  row states in pinned memory", written(ours(gather, 128, 4096, From::Inline, true))});
+    schemes.push_back({"  indices copied to the device first", [=](u64 selected, u64 at) {
+        CHECK(cuMemcpyHtoDAsync(device_indices + at * 4, pinned_indices + at, selected * 4, stream));
+        ours(gather, 128, 4096, From::Device, false)(selected, at);
+        write_and_poll();
     }});
-    schemes.push_back({"last block writes, poll        pinned indices", done(small_done, From::Pinned)});
+    schemes.push_back({"last block writes, poll        parameter 1376", [=](u64 selected, u64 at) {
+        Arguments a = arguments(selected, at, From::Inline, false);
+        u64 value = ++ticket;
+        void* parameters[] = {&a, &finished, &word_at, &value};
+        CHECK(cuLaunchKernel(last_block, u32(PAYLOAD / 4096), u32(selected), 1, 128, 1, 1, 0, stream, parameters, nullptr));
+        poll(value);
+    }});
     schemes.push_back({"nothing but write word, poll", [=](u64, u64) { write_and_poll(); }});
 
     const u64 selections[] = {1, 8, 64};
@@ -496,22 +561,27 @@ void print_host_completed(const std::string& source, const std::string& arch) {
         }
         for (size_t at = 0; at < schemes.size(); at++) medians[at].push_back(median(samples[at]));
     }
-    std::printf("\nhost-completed gather, us wall, p50  (* inline up to 36 rows, else device memory)\n%-46s %8s %8s %8s\n",
+    std::printf("\nhost-completed gather, us wall, p50  (* inline up to 42 rows, else device memory)\n%-46s %8s %8s %8s\n",
                 "", "S=1", "S=8", "S=64");
     for (size_t at = 0; at < schemes.size(); at++) {
         std::printf("%-46s %8.2f %8.2f %8.2f\n", schemes[at].label, medians[at][0], medians[at][1], medians[at][2]);
     }
-    for (const auto& [label, function] : std::map<std::string, CUfunction>{{"4000", large_gather}, {"256", small_gather}}) {
+    const KernelGraph<INLINE> graph(source, arch);
+    const auto alone = [](const char* label, const std::function<void()>& before, const std::function<void()>& call) {
         std::vector<double> samples;
         for (int round = 0; round < 2000; round++) {
-            Arguments a = arguments(1, 0, From::Inline, false);
+            before();
             const double from = now_us();
-            launch_ours(function, 128, 4096, a, 1);
+            call();
             samples.push_back(now_us() - from);
             CHECK(cuStreamSynchronize(stream));
         }
-        std::printf("the launch call alone, parameter of %s bytes: %.2f us\n", label.c_str(), median(samples));
-    }
+        std::printf("%-46s %8.2f\n", label, median(samples));
+    };
+    std::printf("\ncalls alone, S=1, parameter 1376, us\n");
+    alone("launch", [] {}, [&] { travelling(1, 0); });
+    alone("set the parameter of a graph's kernel", [] {}, [&] { graph.set(1, 0); });
+    alone("launch the graph", [&] { graph.set(1, 0); }, [&] { graph.launch(); });
 }
 
 // --- a batch in parts -------------------------------------------------------------------------------------------------
