@@ -1,6 +1,7 @@
 //! Where settings come from.
 
 use std::ffi::OsStr;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use clap::Arg;
@@ -113,6 +114,7 @@ pub fn load(
             let named = text.contains(&name);
             ConfigError::Value(if named { text } else { format!("{text} in {name}") })
         })?;
+        check_types(path)?;
         builder = builder.add_source(source);
     }
     let variables = Variables::read(&environment);
@@ -126,6 +128,16 @@ pub fn load(
         builder.build().and_then(Config::try_deserialize).map_err(|error| refused(&error))?;
     settings.check()?;
     Ok(Loaded { settings, file, ignored: variables.ignored })
+}
+
+/// Refuses a value of another type than its key's: otherwise 1.6 would become 1, and "yes" true, without a word.
+fn check_types(path: &Path) -> Result<(), ConfigError> {
+    let unread =
+        |error: io::Error| ConfigError::File { path: path.to_owned(), reason: error.to_string() };
+    let text = std::fs::read_to_string(path).map_err(unread)?;
+    let typed: Result<Settings, _> = toml::from_str(&text);
+    let refused = |error| ConfigError::Value(format!("{}: {error}", path.display()));
+    typed.map(drop).map_err(refused)
 }
 
 /// The directories that follow from where the user keeps such things.
@@ -148,9 +160,7 @@ fn file(flags: &Flags) -> Result<Option<PathBuf>, ConfigError> {
     let path = flags.config.as_deref().unwrap_or(Path::new(DEFAULT_FILE));
     match std::fs::metadata(path) {
         Ok(_) => Ok(Some(path.to_owned())),
-        Err(error) if flags.config.is_none() && error.kind() == std::io::ErrorKind::NotFound => {
-            Ok(None)
-        }
+        Err(error) if flags.config.is_none() && error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(ConfigError::File { path: path.to_owned(), reason: error.to_string() }),
     }
 }
@@ -289,6 +299,27 @@ mod tests {
         let text = load(&flags, []).unwrap_err().to_string();
         for part in ["statecopyd.toml", "devices", "tpu", "host", "cuda:ORDINAL"] {
             assert!(text.contains(part), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_value_of_another_type_is_refused_and_not_converted() {
+        for (line, value) in [
+            ("lane_slots = 1023.6", "1023.6"),
+            ("lane_slots = \"1024\"", "1024"),
+            ("busy_poll = \"yes\"", "yes"),
+            ("busy_poll = 1", "1"),
+            ("http_address = 9090", "9090"),
+        ] {
+            let (_directory, flags) = with_file(&format!("{line}\n"));
+            let text = load(&flags, []).unwrap_err().to_string();
+            for part in ["statecopyd.toml", line.split(' ').next().unwrap(), value] {
+                assert!(text.contains(part), "{line}: {text}");
+            }
+        }
+        for wrong in ["1023.6", "many", ""] {
+            let text = load(&Flags::default(), variables(&[("STATECOPY_LANE_SLOTS", wrong)]));
+            assert!(text.is_err(), "{wrong:?}: {text:?}");
         }
     }
 

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use super::calls::{AddressRange, Shareable};
 use super::context::Context;
 use super::driver::DriverError;
 use super::memory::DeviceMemory;
+use super::memory_calls::{AddressRange, Shareable};
 use super::pieces::{MemoryHandle, PieceMapping};
 
 /// How a worker's memory is allocated.

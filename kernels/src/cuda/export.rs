@@ -11,11 +11,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use statecopy_proto::{HandleKind, Refusal, RefusalCode};
 
 use super::allocation::{Allocator, CudaMemory};
-use super::calls::{AddressRange, MemoryLeft, PointerFacts, Shareable};
 use super::context::{Context, Current, Scheduling};
 use super::driver::{Driver, DriverError, OpenError, select};
 use super::guest::CudaGuest;
 use super::memory::out_of_memory;
+use super::memory_calls::{AddressRange, MemoryLeft, PointerFacts, Shareable};
 use super::selector::CudaSelector;
 use super::sys::{self, MEMORYTYPE_DEVICE};
 use crate::device::{Announced, Piece, PieceHandle};

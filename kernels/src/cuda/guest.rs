@@ -6,10 +6,10 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 
 use super::allocation::{Allocator, CudaMemory};
-use super::calls::MemoryLeft;
 use super::context::{Context, Current};
 use super::driver::{DriverError, OpenError, VisibleDevice};
 use super::memory::out_of_memory;
+use super::memory_calls::MemoryLeft;
 use super::order::Marks;
 use super::sys::Stream;
 

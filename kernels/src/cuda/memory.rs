@@ -10,9 +10,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use statecopy_proto::{HandleKind, Refusal, RefusalCode};
 
-use super::calls::{AddressRange, Shareable};
 use super::context::{Context, Current};
 use super::driver::{DriverError, OpenError};
+use super::memory_calls::{AddressRange, Shareable};
 use super::pieces::{MemoryHandle, PieceMapping};
 use super::sys::{FabricHandle, IpcMemHandle};
 use crate::device::{AllocationId, Announced, Import, Piece, PieceHandle, Region};

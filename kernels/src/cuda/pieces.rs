@@ -3,9 +3,9 @@
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use super::calls::{AddressRange, Shareable};
 use super::context::Context;
 use super::driver::DriverError;
+use super::memory_calls::{AddressRange, Shareable};
 use super::sys::{AllocationHandle, FabricHandle};
 
 /// A handle of the driver's for memory without an address. The memory lives on where it is mapped.

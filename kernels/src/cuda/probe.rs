@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 
 use statecopy_descriptors::{Mapping, MemoryError, SealedMemory};
 
-use super::calls::MemoryLeft;
 use super::context::{Context, Current, Scheduling};
 use super::driver::{Driver, DriverError, OpenError, VisibleDevice, select};
 use super::management::Management;
+use super::memory_calls::MemoryLeft;
 use super::sys::{self, DevicePointer, Stream, device_attribute};
 use super::{CudaSelector, FUSED_SINCE, make_context};
 use crate::signature::DeviceUuid;

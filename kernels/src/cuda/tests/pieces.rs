@@ -6,7 +6,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use statecopy_proto::HandleKind;
 use statecopy_stub_cuda::{Act, CUresult, Fault, Function, GRANULARITY_BYTES, Knob, StubDevice};
 
-use super::super::calls::Shareable;
+use super::super::memory_calls::Shareable;
 use super::super::pieces::{MemoryHandle, PieceMapping};
 use super::*;
 use crate::conformance::{assert_bytes, noise};
