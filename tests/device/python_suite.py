@@ -5,8 +5,8 @@ usage: python_suite.py --statecopyd PATH --kernels STORE --output FOLDER [--comm
 
 Each group of cases is a process of its own, because torch's allocator is chosen when it starts: the default one, expandable
 segments, cudaMallocAsync. The groups run side by side, each with a daemon of its own. Prints 'ok   NAME  what was seen' or
-'FAIL NAME  why' for each case and 'N ok, N failed, with[out] MPS' last; the exit code is 0 only when none failed. FOLDER receives
-python.json and the daemons' logs. Needs torch and the wheel, and nothing else.
+'FAIL NAME  why' or 'skip NAME  needs what' for each case and 'N ok, N failed, with[out] MPS' last; the exit code is 0 only when
+none failed. FOLDER receives python.json and the daemons' logs. Needs torch and the wheel, and nothing else.
 """
 
 import argparse
@@ -24,20 +24,21 @@ from pathlib import Path
 ALLOCATORS = {"default": "", "expandable": "expandable_segments:True", "async": "backend:cudaMallocAsync"}
 CASES = {name: [] for name in ALLOCATORS}
 READY_S = 30
+WORDS = {True: "ok  ", False: "FAIL", None: "skip"}
 
 
-def case(*allocators):
+def case(*allocators, gpus=1):
     def note(function):
         for allocator in allocators:
-            CASES[allocator].append(function)
+            CASES[allocator].append((function, gpus))
         return function
 
     return note
 
 
 class Daemon:
-    def __init__(self, options, name):
-        self.options, self.directory = options, tempfile.mkdtemp(prefix="statecopy-")
+    def __init__(self, options, name, device="cuda:0"):
+        self.options, self.device, self.directory = options, device, tempfile.mkdtemp(prefix="statecopy-")
         self.address = f"unix://{self.directory}/run/statecopyd.sock"
         self.log = open(Path(options.output) / f"{name}.log", "ab")
         self.start()
@@ -45,7 +46,7 @@ class Daemon:
     def start(self):
         environment = dict(os.environ, STATECOPY_ARTIFACT_STORES=self.options.kernels)
         environment["STATECOPY_ARTIFACT_STORE"] = f"{self.directory}/written"
-        command = [self.options.statecopyd, "serve", "--runtime-dir", f"{self.directory}/run", "--device", "cuda:0"]
+        command = [self.options.statecopyd, "serve", "--runtime-dir", f"{self.directory}/run", "--device", self.device]
         self.process = subprocess.Popen([*command, "--http-address", "off"], env=environment, stdout=self.log, stderr=self.log)
 
     def kill(self):
@@ -905,15 +906,81 @@ def memory_of_a_stream_ordered_pool_is_refused_by_name(bed):
     raise AssertionError("it was registered")
 
 
+def code_of(call):
+    """The code that a call is refused with."""
+    import statecopy
+
+    try:
+        call()
+    except statecopy.Error as error:
+        return error.code
+    raise AssertionError("it was not refused")
+
+
+@case("default", gpus=2)
+def another_gpu_has_a_daemon_and_an_order_of_its_own(bed):
+    import torch
+
+    import statecopy.torch
+
+    # Of both GPUs, and never the current one's.
+    assert torch.cuda.current_device() == 0
+    first, _ = bed.cache(rows=64)
+    first_plan, daemon = bed.plan(first), Daemon(bed.options, "second", "cuda:1")
+    indices = torch.randperm(64, device="cuda:1")[:32]
+    try:
+        with statecopy.torch.connect(daemon.address, device="cuda:1", wait_s=READY_S) as client:
+            second = torch.randn(64, 4, 16, 32, device="cuda:1")
+            plan = client.register({"layer": second}, max_selected=64)["layer"]
+            for turn in range(50):
+                torch.cuda._sleep(1_000_000)
+                with torch.cuda.stream(torch.cuda.Stream("cuda:1")):
+                    torch.cuda._sleep(1_000_000)
+                    second.add_(1)
+                    packed = plan.gather(indices).mul_(2)
+                    expected = second[indices] * 2
+                    torch.cuda.current_stream().synchronize()
+                assert same(packed, expected), f"turn {turn}"
+                assert same(plan.gather(indices), second[indices]), f"turn {turn}, the default stream"
+                assert same(first_plan.gather(indices.to("cuda:0")), first[indices.to("cuda:0")]), f"turn {turn}"
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.device("cuda:1"), torch.cuda.graph(graph):
+                packed = plan.gather(indices)
+            for _ in range(20):
+                second.add_(1)
+                graph.replay()
+                assert same(packed, second[indices])
+            client.check()
+            elsewhere = {
+                "indices": lambda: plan.gather(indices.to("cuda:0")),
+                "flags": lambda: plan.gather(indices, torch.ones(32, dtype=torch.bool, device="cuda:0")),
+                "packed": lambda: plan.scatter(packed.to("cuda:0"), indices),
+                "states": lambda: client.register({"other": first}, max_selected=4),
+            }
+            codes = {what: code_of(call) for what, call in elsewhere.items()}
+            assert set(codes.values()) == {"DEVICE_NOT_VISIBLE"}, codes
+            code = code_of(lambda: statecopy.torch.connect(daemon.address, device="cuda:0"))
+            assert code == "DEVICE_NOT_VISIBLE", code
+            assert same(plan.gather(indices), second[indices]), "after what was refused"
+    finally:
+        daemon.stop()
+    return "50 turns on 3 streams of 2 GPUs, 20 replays, 5 refusals"
+
+
 def run_group(options):
+    import torch
+
     bed, verdicts = Bed(options, options.group), []
-    for function in CASES[options.group]:
+    for function, gpus in CASES[options.group]:
         name = f"{options.group}::{function.__name__}"
         if options.cases and not any(part in name for part in options.cases):
             continue
         started = time.monotonic()
         try:
-            seen, ok = function(bed), True
+            if torch.cuda.device_count() < gpus:
+                seen, ok = f"needs {gpus} GPUs", None
+            else:
+                seen, ok = function(bed), True
         except Exception:
             seen, ok = traceback.format_exc(), False
         verdicts.append({"case": name, "ok": ok, "seen": seen, "seconds": round(time.monotonic() - started, 2)})
@@ -958,13 +1025,13 @@ def main():
         return run_group(options)
     verdicts = verdicts_of(options, {group: start_group(options, group) for group in ALLOCATORS})
     for verdict in verdicts:
-        seen = verdict["seen"] if verdict["ok"] else "\n" + verdict["seen"]
-        print(f"{'ok  ' if verdict['ok'] else 'FAIL'} {verdict['case']}  {seen} ({verdict['seconds']} s)")
-    failed = sum(not verdict["ok"] for verdict in verdicts)
+        seen = "\n" + verdict["seen"] if verdict["ok"] is False else verdict["seen"]
+        print(f"{WORDS[verdict['ok']]} {verdict['case']}  {seen} ({verdict['seconds']} s)")
+    passed, failed = (sum(verdict["ok"] is what for verdict in verdicts) for what in (True, False))
     report = {"commit": options.commit, "mps": options.mps == "with", "verdicts": verdicts}
     Path(options.output, "python.json").write_text(json.dumps(report, indent=1) + "\n")
-    print(f"{len(verdicts) - failed} ok, {failed} failed, {options.mps} MPS")
-    return 1 if failed or not verdicts else 0
+    print(f"{passed} ok, {failed} failed, {options.mps} MPS")
+    return 1 if failed or not passed else 0
 
 
 if __name__ == "__main__":
