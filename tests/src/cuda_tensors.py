@@ -64,24 +64,24 @@ class Memory:
     def read(self):
         return read(self.address, self.nbytes)
 
-    def view(self, shape, strides=None, offset=0, code=FLOAT, bits=32):
-        return View(self, shape, strides, offset, code, bits)
+    def view(self, shape, strides=None, offset=0, code=FLOAT, bits=32, ordinal=0):
+        return View(self, shape, strides, offset, code, bits, ordinal)
 
 
 class View:
     """A tensor over it, for whoever speaks DLPack."""
 
-    def __init__(self, memory, shape, strides, offset, code, bits):
-        self.memory, self.shape, self.strides = memory, shape, strides
+    def __init__(self, memory, shape, strides, offset, code, bits, ordinal):
+        self.memory, self.shape, self.strides, self.ordinal = memory, shape, strides, ordinal
         self.address, self.code, self.bits = memory.address + offset, code, bits
 
     def __dlpack_device__(self):
-        return (CUDA, 0)
+        return (CUDA, self.ordinal)
 
     def __dlpack__(self, stream=None):
         axes = ctypes.c_int64 * len(self.shape)
         shape, strides = axes(*self.shape), axes(*self.strides) if self.strides else None
-        tensor = Tensor(self.address, CUDA, 0, len(self.shape), self.code, self.bits, 1, shape, strides, 0)
+        tensor = Tensor(self.address, CUDA, self.ordinal, len(self.shape), self.code, self.bits, 1, shape, strides, 0)
         managed = Managed(tensor, None, give_back)
         place = ctypes.addressof(managed)
         lent[place] = (managed, shape, strides, self)

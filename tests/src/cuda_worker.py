@@ -107,6 +107,19 @@ refused(statecopy.HandleError, "HANDLE_UNSUPPORTED", lambda: client.register({"x
 assert memory.read() == bytes(whole)
 print("memory that cannot be shared is refused")
 
+elsewhere = {
+    "indices": lambda: plan.gather(indices.view((4,), code=INT, ordinal=1)),
+    "flags": lambda: plan.gather(vector, flags.view((4,), code=UINT, bits=8, ordinal=1)),
+    "packed": lambda: plan.scatter(out.view((2, 2, 3, 8), ordinal=1), [0, 1]),
+    "out": lambda: plan.gather([4, 5], out=out.view((2, 2, 3, 8), ordinal=1)),
+    "other": lambda: client.register({"other": memory.view((2, 2, 3, 8), ordinal=1)}, max_selected=1),
+}
+for about, copy in elsewhere.items():
+    error = refused(statecopy.ArgumentError, "DEVICE_NOT_VISIBLE", copy)
+    assert error.about == about and "cuda:1" in str(error), error
+assert memory.read() == bytes(whole)
+print("a tensor of another device is refused")
+
 plan = client.register({"layer": cache}, max_selected=8)["layer"]
 held = client.counters()["pool_bytes_in_use"]
 results = [plan.gather([1]) for _ in range(3)]

@@ -19,6 +19,7 @@ const CASES: [&str; 9] = [
     "packed is read where it lies, and no byte beside the rows is written",
     "results go where they are wanted, and may be waited for later",
     "memory that cannot be shared is refused",
+    "a tensor of another device is refused",
     "buffers go back to the pool",
     "a layer sleeps, and wakes in other memory",
     "every tensor that was lent was given back",

@@ -91,8 +91,24 @@ pub(crate) fn argument(
     code: Option<RefusalCode>,
     message: &str,
 ) -> PyErr {
-    let message = format!("{about}: {message}");
     let remedy = code.map_or("Correct the argument named here.", RefusalCode::remedy);
+    wrong(py, about, code, message, remedy)
+}
+
+/// A tensor of another device than the plan's layers.
+pub(crate) fn elsewhere(py: Python<'_>, about: &str, message: &str) -> PyErr {
+    let remedy = "Move the tensor to the device of the state.";
+    wrong(py, about, Some(RefusalCode::DeviceNotVisible), message, remedy)
+}
+
+fn wrong(
+    py: Python<'_>,
+    about: &str,
+    code: Option<RefusalCode>,
+    message: &str,
+    remedy: &str,
+) -> PyErr {
+    let message = format!("{about}: {message}");
     let (family, leaves, about) = (Some("ArgumentError"), Leaves::NothingMoved, Some(about));
     Failed { family, code, message: &message, remedy, leaves, about }.make(py)
 }

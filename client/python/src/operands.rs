@@ -456,8 +456,8 @@ impl<'a> Asker<'a> {
         Ok(better)
     }
 
-    /// A tensor of the session's device. Host tensors of other libraries than the plan's own may hold indices and flags, which
-    /// go with the request.
+    /// A tensor of the session's device, or DEVICE_NOT_VISIBLE. Host tensors of other libraries than the plan's own may hold indices
+    /// and flags, which go with the request.
     fn view(self, object: &Bound<'_, PyAny>, role: Role) -> PyResult<View> {
         let view = View::of_operand(object, role.name)?;
         let is_packed = role.code == PACKED.code;
@@ -467,7 +467,7 @@ impl<'a> Asker<'a> {
         }
         let (found, wanted) = (view.whose, self.session.device());
         let message = format!("a tensor on {found} was given; the plan's layers are on {wanted}");
-        Err(role.wrong(object.py(), &message))
+        Err(errors::elsewhere(object.py(), role.name, &message))
     }
 
     /// The operand at its own address; `None` where it cannot be shared.
