@@ -13,12 +13,14 @@ mod arena;
 pub mod arguments;
 mod caches;
 pub mod class;
+mod code;
 pub mod compile;
 mod context;
 mod driver;
 mod export;
 #[cfg(feature = "worker")]
 mod fault;
+mod graph_calls;
 mod guest;
 mod kernel_graphs;
 mod launcher;
@@ -51,6 +53,7 @@ use statecopy_proto::{DataType, Refusal, RefusalCode};
 
 use self::arena::{ARENA_BYTES, Arena};
 use self::class::CudaClass;
+use self::code::Loaded;
 use self::compile::Arch;
 use self::context::Context;
 use self::driver::{Driver, VisibleDevice, select};
@@ -109,6 +112,8 @@ pub struct CudaOptions {
     pub scheduling: Scheduling,
     /// Told of each problem of a store that an artifact was found, or compiled, in spite of.
     pub passed_over: fn(&StoreError),
+    /// Told why, where the driver makes no graphs of a kernel: each launch of it takes some 2 us more.
+    pub without_graphs: fn(&str),
 }
 
 impl CudaOptions {
@@ -130,6 +135,7 @@ impl CudaOptions {
             allowed_preloads: Vec::new(),
             scheduling: Scheduling::Sleep,
             passed_over: |_| (),
+            without_graphs: |_| (),
         }
     }
 }
@@ -142,6 +148,7 @@ pub struct CudaDevice {
     options: CudaOptions,
     legacy: Arc<LegacyHandles>,
     arena: Arc<Arena>,
+    loaded: Loaded,
     footprint: Footprint,
     // The context goes last.
     context: Arc<Context>,
@@ -179,6 +186,7 @@ impl CudaDevice {
             options,
             legacy: Arc::default(),
             arena: Arc::new(arena),
+            loaded: Loaded::default(),
             footprint: Footprint { context: context_bytes.unwrap_or(0), ..own },
             context,
         })
@@ -274,10 +282,15 @@ impl Device for CudaDevice {
 
     fn compile(&self, class: &KernelClass) -> Result<CudaVariants, Refusal> {
         self.options.guard.enter(Door::Compiler);
-        let architecture = self.architecture();
-        let artifact = self.options.artifacts.obtain(architecture, CudaClass::of(class))?;
-        artifact.problems.iter().for_each(self.options.passed_over);
-        CudaVariants::load(&self.context, class, &artifact.code)
+        let (architecture, cuda_class) = (self.architecture(), CudaClass::of(class));
+        let image = || {
+            let artifact = self.options.artifacts.obtain(architecture, cuda_class)?;
+            artifact.problems.iter().for_each(self.options.passed_over);
+            Ok(artifact.code)
+        };
+        let without_graphs = self.options.without_graphs;
+        let kernels = self.loaded.obtain(&self.context, cuda_class, image, without_graphs)?;
+        Ok(CudaVariants::of(kernels, class))
     }
 
     fn bind(&self, layers: &[(Arc<CudaRegion>, Placement)]) -> Result<CudaCaches, Refusal> {

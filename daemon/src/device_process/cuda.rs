@@ -60,6 +60,12 @@ pub(super) fn open(
         passed_over: |error| {
             tracing::warn!(%error, remedy = error.remedy(), "a problem of an artifact store was passed over");
         },
+        without_graphs: |reason| {
+            tracing::warn!(
+                reason,
+                "the driver makes no graphs of a kernel: its copies take some 2 us more"
+            );
+        },
         ..CudaOptions::new(
             selector,
             Arc::clone(&artifacts),

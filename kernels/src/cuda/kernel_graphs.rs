@@ -1,23 +1,24 @@
-//! Kernels in executable graphs: given to the device by a call that takes the host a third of a launch's time.
+//! Kernels in executable graphs, which the device is given by a shorter call.
 //!
-//! `cuLaunchKernel` takes 4 to 5 us on an H200, and a copy waits for it. The same kernel as the one node of an executable graph
-//! takes 1.4, and 0.6 more for its parameter (docs/benchmarks). So each kernel has a few such graphs, made when its
-//! module is loaded. A graph never runs twice at once, which would make one order of launches wait for another: whoever
-//! launches one holds it until its launch is done, and where all are held, or the driver makes none, a launch goes the usual way.
+//! `cuLaunchKernel` takes the host 3.9 us on an H200, and a copy waits for it. The same kernel as the one node of an executable
+//! graph takes 1.3, and 0.3 more for its parameter (`tests/device/kernel_probe.py`). So each kernel has a few such graphs, made
+//! and uploaded when its module is loaded. A graph never runs twice at once, which would make one order of launches wait for
+//! another: whoever launches one holds it until its launch is done, and where all are held, or the driver makes none, a launch goes
+//! the usual way.
 
-use std::ffi::c_void;
-use std::ptr;
 use std::sync::Arc;
 
-use super::arguments::{Arguments, THREADS};
-use super::context::{Context, Current};
+use super::arguments::Arguments;
+use super::code::Code;
+use super::context::Current;
 use super::driver::DriverError;
-use super::sys::{Function, Graph, GraphExec, GraphNode, KernelNodeParams, Stream, status};
+use super::sys::{Function, Graph, GraphExec, GraphNode, Stream};
 use crate::sync::{AtomicBool, Ordering};
 
 type Result<T> = std::result::Result<T, DriverError>;
 
-/// Graphs of each kernel. One takes 30 KiB of the host and 120 KiB of the device, by 1,000 of them (H200).
+/// Graphs of each kernel. One takes 30 KiB of the host and 120 KiB of the device, by 1,000 of them (H200); so those of the two
+/// classes that a model's layers need, 4 MiB.
 const GRAPHS: usize = 4;
 
 /// The graphs of one kernel.
@@ -27,40 +28,48 @@ pub(super) struct KernelGraphs(Vec<Arc<KernelGraph>>);
 /// A kernel in an executable graph of its own.
 #[derive(Debug)]
 struct KernelGraph {
-    context: Arc<Context>,
     function: Function,
     graph: Graph,
     node: GraphNode,
     executable: GraphExec,
     held: AtomicBool,
+    /// What has the function.
+    code: Arc<Code>,
 }
 
-/// A graph that nobody else launches meanwhile.
+/// A graph that nobody else launches meanwhile. Dropped when its launch is done, or forgotten where nobody will know.
 #[derive(Debug)]
 pub(super) struct HeldGraph(Arc<KernelGraph>);
 
 impl KernelGraphs {
-    /// Makes the graphs of a kernel, and uploads them. None where the driver cannot: launches do without.
+    /// Makes the graphs of a kernel, and uploads them: a launch takes no more memory.
     ///
     /// # Safety
-    /// The function is of a loaded module, takes [`Arguments`], and stays loaded until the graphs are dropped.
-    pub(super) unsafe fn make(context: &Arc<Context>, function: Function) -> Self {
-        let made = context.enter().and_then(|current| {
-            let stream = current.create_stream()?;
+    /// The function is of that code, and takes [`Arguments`].
+    ///
+    /// # Errors
+    /// What the driver says. Launches do without.
+    pub(super) unsafe fn make(code: &Arc<Code>, function: Function) -> Result<Self> {
+        let current = code.context().enter()?;
+        let stream = current.create_stream()?;
+        let mut graphs = Vec::with_capacity(GRAPHS);
+        let made = (0..GRAPHS).try_for_each(|_| {
             // SAFETY: the caller's own promise; the stream lives.
-            let make = |_| unsafe { KernelGraph::make(context, function, stream) }.map(Arc::new);
-            let graphs: Result<Vec<_>> = (0..GRAPHS).map(make).collect();
-            // SAFETY: the stream is ours, and this is its end.
-            let uploaded = unsafe { current.synchronize(stream) };
-            // SAFETY: as above.
-            unsafe { current.destroy_stream(stream) }?;
-            uploaded.and(graphs)
+            graphs.push(Arc::new(unsafe { KernelGraph::make(code, function, stream) }?));
+            Ok(())
         });
-        Self(made.unwrap_or_default())
+        // Before any of them goes.
+        // SAFETY: the stream is ours.
+        let uploaded = unsafe { current.synchronize(stream) };
+        // SAFETY: as above, and this is its end.
+        let ended = unsafe { current.destroy_stream(stream) };
+        made.and(uploaded).and(ended)?;
+        Ok(Self(graphs))
     }
 
     /// One that nobody holds. Waits for nothing.
     pub(super) fn hold(&self) -> Option<HeldGraph> {
+        // SYNC: with the release of who held it before: its launch is done, and its kernel is ours to change.
         let free = |graph: &&Arc<KernelGraph>| !graph.held.swap(true, Ordering::Acquire);
         self.0.iter().find(free).map(|graph| HeldGraph(Arc::clone(graph)))
     }
@@ -69,15 +78,15 @@ impl KernelGraphs {
 impl KernelGraph {
     /// # Safety
     /// As [`KernelGraphs::make`]; the stream lives.
-    unsafe fn make(context: &Arc<Context>, function: Function, stream: Stream) -> Result<Self> {
-        let current = context.enter()?;
+    unsafe fn make(code: &Arc<Code>, function: Function, stream: Stream) -> Result<Self> {
+        let current = code.context().enter()?;
         let mut made = Self {
-            context: Arc::clone(context),
             function,
             graph: current.create_graph()?,
             node: GraphNode(0),
             executable: GraphExec(0),
             held: AtomicBool::new(false),
+            code: Arc::clone(code),
         };
         // SAFETY: the graph lives, and the rest is the caller's own promise. It is not launched with this parameter.
         made.node = unsafe { current.add_kernel(made.graph, function, &Arguments::zeroed()) }?;
@@ -91,133 +100,38 @@ impl KernelGraph {
 
 impl Drop for KernelGraph {
     fn drop(&mut self) {
-        self.context.give_back(|current| {
-            // SAFETY: both are ours, and nobody holds them: they do not run.
-            unsafe { current.destroy_graph(self.graph, self.executable) }
+        self.code.context().give_back(|current| {
+            // SAFETY: both are ours. Nobody holds them, so they do not run: who cannot know that forgets what it holds.
+            let ended = unsafe { current.destroy_executable(self.executable) };
+            // SAFETY: as above.
+            ended.and(unsafe { current.destroy_graph(self.graph) })
         });
     }
 }
 
 impl HeldGraph {
-    /// Starts the kernel with this grid and parameter.
+    /// Starts the kernel with this grid and parameter. Where this fails nothing was started.
     ///
     /// # Safety
-    /// As [`Current::launch`]; and this is kept until the kernel is done.
+    /// As [`Current::launch`]. This was not launched before, and is not dropped before the kernel is done.
     pub(super) unsafe fn launch(
-        &self,
+        &mut self,
         current: Current<'_>,
         grid: [u32; 2],
         stream: Stream,
         arguments: &Arguments,
     ) -> Result<()> {
         let KernelGraph { function, node, executable, .. } = *self.0;
-        // SAFETY: the node is the graph's and of this function. The graph is held, so nobody else changes it.
+        // SAFETY: the node is the graph's and of this function, whose code the graph keeps. Nobody else has it meanwhile.
         unsafe { current.set_kernel(executable, node, (function, grid), arguments) }?;
-        // SAFETY: the graph does not run, as it is held; the rest is the caller's own promise.
+        // SAFETY: it does not run, by the caller's own promise and that of who held it before; the rest is the caller's.
         unsafe { current.launch_graph(executable, stream) }
     }
 }
 
 impl Drop for HeldGraph {
     fn drop(&mut self) {
+        // SYNC: with the next hold.
         self.0.held.store(false, Ordering::Release);
     }
-}
-
-/// Graphs of one kernel.
-impl Current<'_> {
-    fn create_graph(self) -> Result<Graph> {
-        let mut graph = Graph(0);
-        // SAFETY: the driver writes one handle.
-        let status = unsafe { (self.functions().graph_create)(&raw mut graph, 0) };
-        self.check("cuGraphCreate", status)?;
-        Ok(graph)
-    }
-
-    /// # Safety
-    /// The graph lives, the function is loaded and takes [`Arguments`].
-    unsafe fn add_kernel(
-        self,
-        graph: Graph,
-        function: Function,
-        arguments: &Arguments,
-    ) -> Result<GraphNode> {
-        const CALL: &str = "cuGraphAddKernelNode";
-        let add = self.functions().graph_add_kernel_node;
-        let add = add.ok_or_else(|| self.driver().error(CALL, status::NOT_FOUND))?;
-        let mut node = GraphNode(0);
-        let mut parameters = [parameter(arguments)];
-        let kernel = KernelNodeParams::new(function, ([1, 1], THREADS), &mut parameters);
-        // SAFETY: the caller's own promise. The driver writes one handle, and has copied what it reads when it returns.
-        let status = unsafe { add(&raw mut node, graph, ptr::null(), 0, &raw const kernel) };
-        self.check(CALL, status)?;
-        Ok(node)
-    }
-
-    /// # Safety
-    /// The graph lives.
-    unsafe fn instantiate(self, graph: Graph) -> Result<GraphExec> {
-        let mut executable = GraphExec(0);
-        // SAFETY: the caller's own promise; the driver writes one handle.
-        let status = unsafe { (self.functions().graph_instantiate)(&raw mut executable, graph, 0) };
-        self.check("cuGraphInstantiate", status)?;
-        Ok(executable)
-    }
-
-    /// # Safety
-    /// Both live.
-    unsafe fn upload(self, executable: GraphExec, stream: Stream) -> Result<()> {
-        // SAFETY: the caller's own promise.
-        let status = unsafe { (self.functions().graph_upload)(executable, stream) };
-        self.check("cuGraphUpload", status)
-    }
-
-    /// Gives the kernel of a graph another grid and parameter, for later launches.
-    ///
-    /// # Safety
-    /// The node is of the graph that this was made of, and of this function, whose module is loaded.
-    unsafe fn set_kernel(
-        self,
-        executable: GraphExec,
-        node: GraphNode,
-        (function, grid): (Function, [u32; 2]),
-        arguments: &Arguments,
-    ) -> Result<()> {
-        const CALL: &str = "cuGraphExecKernelNodeSetParams";
-        let set = self.functions().graph_exec_kernel_node_set_params;
-        let set = set.ok_or_else(|| self.driver().error(CALL, status::NOT_FOUND))?;
-        let mut parameters = [parameter(arguments)];
-        let kernel = KernelNodeParams::new(function, (grid, THREADS), &mut parameters);
-        // SAFETY: the caller's own promise. The driver has copied what it reads when it returns.
-        let status = unsafe { set(executable, node, &raw const kernel) };
-        self.check(CALL, status)
-    }
-
-    /// # Safety
-    /// Both live, and what its kernel reads and writes stays mapped until it is done.
-    unsafe fn launch_graph(self, executable: GraphExec, stream: Stream) -> Result<()> {
-        // SAFETY: the caller's own promise.
-        let status = unsafe { (self.functions().graph_launch)(executable, stream) };
-        self.check("cuGraphLaunch", status)
-    }
-
-    /// Either may be none.
-    ///
-    /// # Safety
-    /// They do not run, and are used no more.
-    unsafe fn destroy_graph(self, graph: Graph, executable: GraphExec) -> Result<()> {
-        if executable != GraphExec(0) {
-            // SAFETY: the caller's own promise.
-            let status = unsafe { (self.functions().graph_exec_destroy)(executable) };
-            self.check("cuGraphExecDestroy", status)?;
-        }
-        // SAFETY: as above.
-        let status = unsafe { (self.functions().graph_destroy)(graph) };
-        self.check("cuGraphDestroy", status)
-    }
-}
-
-/// As the driver reads it, which does not write it.
-fn parameter(arguments: &Arguments) -> *mut c_void {
-    ptr::from_ref(arguments).cast_mut().cast()
 }

@@ -3,6 +3,7 @@
 //! Neither [`Launcher::launch`] nor [`Launcher::poll`] allocates, locks, logs or waits. A done word is loaded at each poll; the
 //! driver is asked now and then, because a faulted device writes no word.
 
+use std::mem;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,11 +15,11 @@ use super::arguments::{
     SHAPE_FLAGS_ADDRESS, SHAPE_FLAGS_INLINE, SHAPE_INDICES_INLINE, SHAPE_ROW_STATES, THREADS,
     direction_number, grid,
 };
-use super::context::Context;
+use super::context::{Context, Current};
 use super::driver::DriverError;
 use super::kernel_graphs::HeldGraph;
 use super::memory::CudaRegion;
-use super::sys::{self, Stream, StreamMemOp};
+use super::sys::{self, Function, Stream, StreamMemOp};
 use super::words::{TICKETS_MAX, Words};
 use crate::device::{
     DeviceFault, Flags, Indices, Launch, Launcher, Moved, Region as _, STREAMS, Signal, Slice,
@@ -96,7 +97,7 @@ struct UnderWay {
     /// When the driver was asked last, or the first poll met no word.
     asked: Option<Instant>,
     /// What it was started by: for nobody else before it is done.
-    _graph: Option<HeldGraph>,
+    graph: Option<HeldGraph>,
 }
 
 impl CudaLauncher {
@@ -190,14 +191,14 @@ impl CudaLauncher {
     }
 
     /// Fills the parameter in and starts the kernel, by a graph where one is given. Nothing tells yet when it is done. Gives the
-    /// rows of the part.
+    /// rows of the part, and the graph where it was started by that: to be kept until it is done.
     fn start(
         &mut self,
         slot: usize,
         launch: &Launch<'_, CudaDevice>,
         stream: Stream,
-        (copied, graph): (Option<u64>, Option<&HeldGraph>),
-    ) -> Result<u64, DeviceFault> {
+        (copied, graph): (Option<u64>, Option<HeldGraph>),
+    ) -> Result<(u64, Option<HeldGraph>), DeviceFault> {
         let variant = launch.variant();
         let staged = self.fill(slot, launch);
         hooks::at_launch(variant);
@@ -206,29 +207,48 @@ impl CudaLauncher {
             self.arguments.row_states = self.words.states_address(slot);
         }
         let rows = launch.part.end - launch.part.start;
-        if rows > 0 {
-            let function = launch.variants.function(variant);
-            let shape = grid(self.arguments.payload, rows);
-            let shape =
-                shape.expect("a class that was compiled and a part of one launch have a grid");
-            let current = self.context.enter()?;
-            if staged > 0 {
-                // SAFETY: the stream is ours, and the slot is free until this launch is answered.
-                unsafe { self.words.stage(current, stream, slot, staged) }?;
-            }
-            match graph {
-                // SAFETY: the function is of a variant that takes `Arguments`, whose module the caller's variants keep loaded.
-                // `fill` checked that packed, indices and flags hold what the launch says and that the part lies inside it;
-                // binding checked the layers against their regions. The caller keeps all of it until it knows of the end, and
-                // the graph as well.
-                Some(graph) => unsafe { graph.launch(current, shape, stream, &self.arguments) },
-                // SAFETY: as above.
-                None => unsafe {
-                    current.launch(function, shape, THREADS, stream, &*self.arguments)
-                },
-            }?;
+        if rows == 0 {
+            return Ok((0, None));
         }
-        Ok(rows)
+        let current = self.context.enter()?;
+        if staged > 0 {
+            // SAFETY: the stream is ours, and the slot is free until this launch is answered.
+            unsafe { self.words.stage(current, stream, slot, staged) }?;
+        }
+        let function = launch.variants.function(variant);
+        // SAFETY: the function is of a variant that takes `Arguments`, whose code the caller's variants keep loaded. `fill` checked
+        // that packed, indices and flags hold what the launch says and that the part lies inside it; binding checked the layers
+        // against their regions. The caller keeps all of it until it knows of the end.
+        let graph = unsafe { self.give(current, (function, rows), stream, graph) }?;
+        Ok((rows, graph))
+    }
+
+    /// Gives the device a kernel with the parameter that was filled in. Gives the graph back that it was started by.
+    ///
+    /// # Safety
+    /// As [`Current::launch`].
+    unsafe fn give(
+        &self,
+        current: Current<'_>,
+        (function, rows): (Function, u64),
+        stream: Stream,
+        graph: Option<HeldGraph>,
+    ) -> Result<Option<HeldGraph>, DriverError> {
+        let arguments = &*self.arguments;
+        let shape = grid(arguments.payload, rows);
+        let shape = shape.expect("a class that was compiled and a part of one launch have a grid");
+        if let Some(mut graph) = graph {
+            // SAFETY: the caller's own promise; the graph is kept where this succeeds.
+            match unsafe { graph.launch(current, shape, stream, arguments) } {
+                Ok(()) => return Ok(Some(graph)),
+                Err(error) if self.context.faulted() => return Err(error),
+                // Nothing was started, and the usual way asks less of the driver.
+                Err(_) => {}
+            }
+        }
+        // SAFETY: the caller's own promise.
+        unsafe { current.launch(function, shape, THREADS, stream, arguments) }?;
+        Ok(None)
     }
 
     /// Starts a launch as a worker without a daemon does: no word tells of its end, [`CudaLauncher::synchronize`] waits for it.
@@ -257,7 +277,7 @@ impl CudaLauncher {
         let copied = known_copied(launch).filter(|_| bytes <= INLINE_BYTES_MAX);
         let copied = copied.expect("indices and flags travel with the launch");
         // So nothing of the slot is used.
-        let rows = self.start(slot_of(self.issued), launch, stream, (Some(copied), None))?;
+        let (rows, _) = self.start(slot_of(self.issued), launch, stream, (Some(copied), None))?;
         Ok(Moved { copied, masked: rows - copied })
     }
 
@@ -279,8 +299,14 @@ impl CudaLauncher {
     ) -> Result<Ticket, DeviceFault> {
         let (ticket, slot) = (Ticket(self.issued), slot_of(self.issued));
         assert!(self.slots[slot].is_none(), "At most {TICKETS_MAX} launches await their poll");
-        let graph = launch.variants.hold_graph(launch.variant());
-        let rows = self.start(slot, launch, stream, (copied, graph.as_ref()))?;
+        let is_some = launch.part.start < launch.part.end;
+        let graph = is_some.then(|| launch.variants.hold_graph(launch.variant())).flatten();
+        let (rows, graph) = self.start(slot, launch, stream, (copied, graph))?;
+        self.issued += 1;
+        let runs_on = (rows > 0 || signal.is_some()).then_some(stream);
+        // Before the words are asked for: if that fails, the kernel may run and its graph stays taken.
+        self.slots[slot] =
+            Some(UnderWay { ticket, stream: runs_on, rows, copied, asked: None, graph });
         let (done, value) = (self.words.done_address(slot), Self::done_value(ticket));
         let current = self.context.enter()?;
         match signal {
@@ -294,10 +320,6 @@ impl CudaLauncher {
             None if rows > 0 => unsafe { current.write_word(stream, done, value) }?,
             None => {}
         }
-        let stream = (rows > 0 || signal.is_some()).then_some(stream);
-        self.slots[slot] =
-            Some(UnderWay { ticket, stream, rows, copied, asked: None, _graph: graph });
-        self.issued += 1;
         Ok(ticket)
     }
 
@@ -383,6 +405,9 @@ impl Drop for CudaLauncher {
         };
         if self.context.faulted() || all_idle() != Ok::<bool, DriverError>(true) {
             self.words.abandon();
+            // What may still run stays taken, and its code loaded.
+            let slots = self.slots.iter_mut().filter_map(Option::take);
+            slots.filter_map(|under_way| under_way.graph).for_each(mem::forget);
             return;
         }
         for stream in self.streams.0 {

@@ -2,6 +2,7 @@
 
 mod exports;
 mod guest;
+mod kernel_graphs;
 mod launches;
 mod legacy;
 mod opening;

@@ -20,7 +20,7 @@ use super::launcher::CudaLauncher;
 use super::library;
 use super::order::{Capture, GuestWords, StreamOp};
 use super::selector::CudaSelector;
-use super::sys::{DevicePointer, Function, Graph, Status, Stream};
+use super::sys::{DevicePointer, Function, Graph, GraphExec, Status, Stream};
 use crate::device::{DeviceFault, Launch, Moved};
 
 type Result<T> = std::result::Result<T, DriverError>;
@@ -80,18 +80,11 @@ pub struct Production {
 
 const _: () = assert!(size_of::<Production>() == 32);
 
-/// `CUgraphExec`.
-type Executable = usize;
-
 /// What of the driver only a worker uses.
 struct Functions {
     memcpy_dtod_async: unsafe extern "C" fn(DevicePointer, DevicePointer, usize, Stream) -> Status,
     stream_begin_capture: unsafe extern "C" fn(Stream, i32) -> Status,
     stream_end_capture: unsafe extern "C" fn(Stream, *mut Graph) -> Status,
-    graph_instantiate: unsafe extern "C" fn(*mut Executable, Graph, u64) -> Status,
-    graph_launch: unsafe extern "C" fn(Executable, Stream) -> Status,
-    graph_destroy: unsafe extern "C" fn(Graph) -> Status,
-    graph_exec_destroy: unsafe extern "C" fn(Executable) -> Status,
     /// What keeps them where they are. Never unloaded.
     _library: ManuallyDrop<Library>,
 }
@@ -119,10 +112,6 @@ impl Functions {
             memcpy_dtod_async: resolve!(library, path, "cuMemcpyDtoDAsync_v2"),
             stream_begin_capture: resolve!(library, path, "cuStreamBeginCapture_v2"),
             stream_end_capture: resolve!(library, path, "cuStreamEndCapture"),
-            graph_instantiate: resolve!(library, path, "cuGraphInstantiateWithFlags"),
-            graph_launch: resolve!(library, path, "cuGraphLaunch"),
-            graph_destroy: resolve!(library, path, "cuGraphDestroy"),
-            graph_exec_destroy: resolve!(library, path, "cuGraphExecDestroy"),
             _library: ManuallyDrop::new(library),
         })
     }
@@ -390,14 +379,12 @@ impl WorkerStream {
         let status =
             unsafe { (self.own.functions.stream_end_capture)(self.stream, &raw mut graph) };
         current.check("cuStreamEndCapture", status)?;
-        let mut executable = 0;
-        // SAFETY: the graph was made above; the driver writes one handle.
-        let instantiated =
-            unsafe { (self.own.functions.graph_instantiate)(&raw mut executable, graph, 0) };
+        // SAFETY: the graph was made above.
+        let executable = unsafe { current.instantiate(graph) };
         // SAFETY: as above, and it is used no more.
-        let destroyed = unsafe { (self.own.functions.graph_destroy)(graph) };
-        current.check("cuGraphInstantiateWithFlags", instantiated)?;
-        current.check("cuGraphDestroy", destroyed)?;
+        let destroyed = unsafe { current.destroy_graph(graph) };
+        let executable = executable?;
+        destroyed?;
         let (own, uses) = (Arc::clone(&self.own), self.uses.clone());
         Ok(WorkerGraph { own, executable, _uses: uses })
     }
@@ -410,8 +397,7 @@ impl WorkerStream {
         self.keep(Used::Graph(Arc::clone(graph)));
         let current = self.own.context.enter()?;
         // SAFETY: stream and graph live, and the stream keeps the graph, which keeps what it touches.
-        let status = unsafe { (self.own.functions.graph_launch)(graph.executable, self.stream) };
-        current.check("cuGraphLaunch", status)
+        unsafe { current.launch_graph(graph.executable, self.stream) }
     }
 
     /// Whether everything is done that it was asked.
@@ -471,7 +457,7 @@ impl Drop for WorkerStream {
 #[derive(Debug)]
 pub struct WorkerGraph {
     own: Arc<Own>,
-    executable: Executable,
+    executable: GraphExec,
     _uses: Vec<Used>,
 }
 
@@ -479,8 +465,7 @@ impl Drop for WorkerGraph {
     fn drop(&mut self) {
         self.own.context.give_back(|current| {
             // SAFETY: it was made once, and every stream that was asked for it is done.
-            let status = unsafe { (self.own.functions.graph_exec_destroy)(self.executable) };
-            current.check("cuGraphExecDestroy", status)
+            unsafe { current.destroy_executable(self.executable) }
         });
     }
 }

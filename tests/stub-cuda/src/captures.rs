@@ -8,6 +8,7 @@ use crate::functions::Function;
 use crate::graphs::Graph;
 use crate::process::{Answer, Process};
 use crate::streams::{Stream, Work};
+use crate::trace::Object;
 
 thread_local! {
     /// What this thread's calls are to captures of others.
@@ -136,6 +137,7 @@ impl Process {
         });
         objects.captures.push(Arc::clone(&capture));
         origin.set_capture(Some(capture));
+        self.trace.add(Object::Graph);
         Ok(())
     }
 
@@ -161,6 +163,7 @@ impl Process {
         }
         let gone = objects.graphs.destroy(capture.graph);
         drop(objects);
+        self.trace.remove(Object::Graph);
         drop(gone);
         Err(CUresult::STREAM_CAPTURE_INVALIDATED)
     }

@@ -39,13 +39,15 @@ pub enum Object {
     Module,
     /// Events that were created.
     Event,
+    /// Graphs, captured or made.
+    Graph,
     /// Executable graphs.
     Executable,
 }
 
 impl Object {
     /// Every kind.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Context,
         Self::Allocation,
         Self::HostAllocation,
@@ -57,6 +59,7 @@ impl Object {
         Self::Stream,
         Self::Module,
         Self::Event,
+        Self::Graph,
         Self::Executable,
     ];
 }

@@ -18,11 +18,21 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// One bound layer of small rows and everything to gather it.
 pub(super) struct Gathering {
     pub(super) launcher: CudaLauncher,
-    variants: CudaVariants,
+    pub(super) variants: CudaVariants,
     caches: CudaCaches,
     pub(super) packed: Arc<CudaRegion>,
     pub(super) layout: CacheLayout,
     pub(super) contents: Vec<u8>,
+}
+
+/// The class of a fused plan over a layout.
+pub(super) fn class_of(layout: &CacheLayout) -> KernelClass {
+    KernelClass {
+        kind: PlanKind::Fused,
+        dtype: layout.dtype(),
+        payload_bytes: layout.payload_bytes(),
+        base_mod_16: 0,
+    }
 }
 
 impl Gathering {
@@ -32,15 +42,9 @@ impl Gathering {
         let contents = noise(layout.span_bytes(), 1);
         region.write(0, &contents).unwrap();
         let placement = layout.place(0, region.bytes()).unwrap();
-        let class = KernelClass {
-            kind: PlanKind::Fused,
-            dtype: DataType::Float32,
-            payload_bytes: layout.payload_bytes(),
-            base_mod_16: 0,
-        };
         Self {
             launcher: bed.device.launcher().unwrap(),
-            variants: bed.device.compile(&class).unwrap(),
+            variants: bed.device.compile(&class_of(&layout)).unwrap(),
             caches: bed.device.bind(&[(region, placement)]).unwrap(),
             packed: Arc::new(bed.device.scratch(SELECTED_MAX * layout.payload_bytes()).unwrap()),
             layout,
@@ -100,7 +104,7 @@ impl Gathering {
         self.start_part(Indices::Int32(&[3]), 1, Flags::None, rows, by)
     }
 
-    fn launch_one(&mut self) -> Result<Ticket, DeviceFault> {
+    pub(super) fn launch_one(&mut self) -> Result<Ticket, DeviceFault> {
         self.launch(Indices::Int32(&[3]), 1, Flags::None)
     }
 
@@ -255,69 +259,13 @@ fn a_launch_that_the_driver_refuses_is_a_fault() {
     for function in [
         Function::cuGraphExecKernelNodeSetParams_v2,
         Function::cuGraphLaunch,
-        Function::cuLaunchKernel,
         Function::cuStreamWriteValue64_v2,
     ] {
         let bed = Bed::open();
-        if function == Function::cuLaunchKernel {
-            bed.stub.arm(Function::cuGraphInstantiateWithFlags, no_memory());
-        }
         let mut gathering = Gathering::of(&bed);
         bed.stub.arm(function, Fault::next(Act::Answer(CUresult(719))));
         let fault = gathering.launch_one().unwrap_err();
         assert!(fault.0.contains("CUDA_ERROR_LAUNCH_FAILED"), "{fault}");
-    }
-}
-
-/// Of every call.
-fn no_memory() -> Fault {
-    Fault::next(Act::Answer(CUresult::OUT_OF_MEMORY)).lasting()
-}
-
-/// How many launches went each way since: by a graph, by a launch of the kernel.
-fn ways(bed: &Bed, since: &ProcessReport) -> [u64; 2] {
-    let now = bed.report();
-    [Function::cuGraphLaunch, Function::cuLaunchKernel].map(|it| now.count(it) - since.count(it))
-}
-
-#[test]
-fn a_graph_is_for_one_launch_at_a_time_and_more_launches_do_without() {
-    let bed = Bed::open();
-    let mut gathering = Gathering::of(&bed);
-    for _ in 0..3 {
-        let before = bed.report();
-        bed.stub.hold_kernels(Some(Whose::Any));
-        let tickets: Vec<_> = (0..9).map(|_| gathering.launch_one().unwrap()).collect();
-        assert_eq!(ways(&bed, &before), [4, 5]);
-        bed.stub.hold_kernels(None);
-        for ticket in tickets {
-            assert_eq!(gathering.outcome(ticket), Moved { copied: 1, masked: 0 });
-        }
-    }
-    assert_eq!(bed.report().live(Object::Executable), 16, "four of each variant");
-    drop(gathering);
-    assert_eq!(bed.report().live(Object::Executable), 0);
-}
-
-#[test]
-fn a_driver_that_makes_no_graphs_launches_kernels() {
-    for function in [
-        Function::cuGraphCreate,
-        Function::cuGraphAddKernelNode_v2,
-        Function::cuGraphInstantiateWithFlags,
-        Function::cuGraphUpload,
-    ] {
-        let bed = Bed::open();
-        bed.stub.arm(function, no_memory());
-        let mut gathering = Gathering::of(&bed);
-        let before = bed.report();
-        for _ in 0..3 {
-            let ticket = gathering.launch_one().unwrap();
-            assert_eq!(gathering.outcome(ticket), Moved { copied: 1, masked: 0 });
-        }
-        assert_eq!(ways(&bed, &before), [0, 3], "without {}", function.name());
-        assert_eq!(bed.report().live(Object::Executable), 0);
-        assert_eq!(before.live(Object::Stream), bed.report().live(Object::Stream));
     }
 }
 

@@ -114,6 +114,7 @@ exported! {
             return Err(CUresult::INVALID_VALUE);
         }
         let handle = process.control.number() << 4;
+        process.trace.add(Object::Graph);
         graph.put(process.objects().graphs.add(handle, Arc::new(Graph::default())))
     };
     cuGraphAddKernelNode_v2(
@@ -154,8 +155,10 @@ exported! {
         process.stream(stream)?.push(Work::Graph(executable, work))
     };
     cuGraphDestroy(graph: Opaque) |process| {
-        let gone = process.objects().graphs.destroy(graph);
-        gone.map(drop)
+        let gone = process.objects().graphs.destroy(graph)?;
+        process.trace.remove(Object::Graph);
+        drop(gone);
+        Ok(())
     };
     cuGraphExecDestroy(executable: Opaque) |process| {
         let gone = process.objects().graphs.destroy_executable(executable)?;
