@@ -923,11 +923,11 @@ def another_gpu_has_a_daemon_and_an_order_of_its_own(bed):
 
     import statecopy.torch
 
-    # Of both GPUs, and never the current one's.
+    # The current device is the first, but where a stream of the second is entered.
     assert torch.cuda.current_device() == 0
     first, _ = bed.cache(rows=64)
-    first_plan, daemon = bed.plan(first), Daemon(bed.options, "second", "cuda:1")
-    indices = torch.randperm(64, device="cuda:1")[:32]
+    first_plan, indices = bed.plan(first), torch.randperm(64, device="cuda:1")[:32]
+    daemon = Daemon(bed.options, "second", "cuda:1")
     try:
         with statecopy.torch.connect(daemon.address, device="cuda:1", wait_s=READY_S) as client:
             second = torch.randn(64, 4, 16, 32, device="cuda:1")
@@ -944,7 +944,8 @@ def another_gpu_has_a_daemon_and_an_order_of_its_own(bed):
                 assert same(plan.gather(indices), second[indices]), f"turn {turn}, the default stream"
                 assert same(first_plan.gather(indices.to("cuda:0")), first[indices.to("cuda:0")]), f"turn {turn}"
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.device("cuda:1"), torch.cuda.graph(graph):
+            # Torch's own capture stream is one for the process, of the device that was captured first.
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream("cuda:1")):
                 packed = plan.gather(indices)
             for _ in range(20):
                 second.add_(1)

@@ -101,19 +101,7 @@ pub(crate) fn elsewhere(py: Python<'_>, about: &str, message: &str) -> PyErr {
     wrong(py, about, Some(RefusalCode::DeviceNotVisible), message, remedy)
 }
 
-fn wrong(
-    py: Python<'_>,
-    about: &str,
-    code: Option<RefusalCode>,
-    message: &str,
-    remedy: &str,
-) -> PyErr {
-    let message = format!("{about}: {message}");
-    let (family, leaves, about) = (Some("ArgumentError"), Leaves::NothingMoved, Some(about));
-    Failed { family, code, message: &message, remedy, leaves, about }.make(py)
-}
-
-/// The same of the code's own family, with a remedy of its own.
+/// An argument as the failure that its code names, with a remedy of its own.
 pub(crate) fn argument_remedied(
     py: Python<'_>,
     about: &str,
@@ -124,6 +112,18 @@ pub(crate) fn argument_remedied(
     let message = format!("{about}: {message}");
     let family = code.is_none().then_some("ArgumentError");
     let (leaves, about) = (Leaves::NothingMoved, Some(about));
+    Failed { family, code, message: &message, remedy, leaves, about }.make(py)
+}
+
+fn wrong(
+    py: Python<'_>,
+    about: &str,
+    code: Option<RefusalCode>,
+    message: &str,
+    remedy: &str,
+) -> PyErr {
+    let message = format!("{about}: {message}");
+    let (family, leaves, about) = (Some("ArgumentError"), Leaves::NothingMoved, Some(about));
     Failed { family, code, message: &message, remedy, leaves, about }.make(py)
 }
 

@@ -105,16 +105,14 @@ pub fn load(
     }
     let file = file(flags)?;
     if let Some(path) = &file {
-        let source = File::from(path.as_path()).format(FileFormat::Toml);
+        let text = std::fs::read_to_string(path).map_err(|error| unread(path, &error))?;
+        let source = File::from_str(&text, FileFormat::Toml);
         // By itself first: an unknown key is only then told with its file.
         let alone = Config::builder().add_source(source.clone()).build();
-        let _: Settings = alone.and_then(Config::try_deserialize).map_err(|error| {
-            let text = error.to_string();
-            let name = path.display().to_string();
-            let named = text.contains(&name);
-            ConfigError::Value(if named { text } else { format!("{text} in {name}") })
-        })?;
-        check_types(path)?;
+        let _: Settings = alone
+            .and_then(Config::try_deserialize)
+            .map_err(|error| ConfigError::Value(format!("{error} in {}", path.display())))?;
+        check_types(path, &text)?;
         builder = builder.add_source(source);
     }
     let variables = Variables::read(&environment);
@@ -131,11 +129,8 @@ pub fn load(
 }
 
 /// Refuses a value of another type than its key's: otherwise 1.6 would become 1, and "yes" true, without a word.
-fn check_types(path: &Path) -> Result<(), ConfigError> {
-    let unread =
-        |error: io::Error| ConfigError::File { path: path.to_owned(), reason: error.to_string() };
-    let text = std::fs::read_to_string(path).map_err(unread)?;
-    let typed: Result<Settings, _> = toml::from_str(&text);
+fn check_types(path: &Path, text: &str) -> Result<(), ConfigError> {
+    let typed: Result<Settings, _> = toml::from_str(text);
     let refused = |error| ConfigError::Value(format!("{}: {error}", path.display()));
     typed.map(drop).map_err(refused)
 }
@@ -161,8 +156,12 @@ fn file(flags: &Flags) -> Result<Option<PathBuf>, ConfigError> {
     match std::fs::metadata(path) {
         Ok(_) => Ok(Some(path.to_owned())),
         Err(error) if flags.config.is_none() && error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(ConfigError::File { path: path.to_owned(), reason: error.to_string() }),
+        Err(error) => Err(unread(path, &error)),
     }
+}
+
+fn unread(path: &Path, error: &io::Error) -> ConfigError {
+    ConfigError::File { path: path.to_owned(), reason: error.to_string() }
 }
 
 type Builder = ConfigBuilder<DefaultState>;
@@ -304,18 +303,17 @@ mod tests {
 
     #[test]
     fn a_value_of_another_type_is_refused_and_not_converted() {
-        for (line, value) in [
-            ("lane_slots = 1023.6", "1023.6"),
-            ("lane_slots = \"1024\"", "1024"),
-            ("busy_poll = \"yes\"", "yes"),
-            ("busy_poll = 1", "1"),
-            ("http_address = 9090", "9090"),
+        for line in [
+            "lane_slots = 1023.6",
+            "lane_slots = \"1024\"",
+            "busy_poll = \"yes\"",
+            "busy_poll = 1",
+            "http_address = 9090",
+            "limits.layers_max = \"7\"",
         ] {
             let (_directory, flags) = with_file(&format!("{line}\n"));
             let text = load(&flags, []).unwrap_err().to_string();
-            for part in ["statecopyd.toml", line.split(' ').next().unwrap(), value] {
-                assert!(text.contains(part), "{line}: {text}");
-            }
+            assert!(text.contains("statecopyd.toml") && text.contains(line), "{line}: {text}");
         }
         for wrong in ["1023.6", "many", ""] {
             let text = load(&Flags::default(), variables(&[("STATECOPY_LANE_SLOTS", wrong)]));

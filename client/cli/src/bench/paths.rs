@@ -9,6 +9,7 @@ use statecopy_client::{
     Request, Slice, Strides, Transport, Use,
 };
 use statecopy_kernels::cuda::WorkerStream;
+use statecopy_kernels::cuda::arguments::INLINE_BYTES_MAX;
 use statecopy_kernels::device::{self, Device, Launch, Region as _};
 use statecopy_kernels::guard::{Door, ServingGuard};
 use statecopy_kernels::layout::{CacheLayout, Placement};
@@ -24,6 +25,9 @@ use crate::failure::Failure;
 
 /// `max_selected` of every layer: more than any case selects.
 pub(super) const SELECTED_MAX: u64 = 256;
+
+/// In process, indices and flags travel with the launch.
+const _: () = assert!(SELECTED_MAX * 5 <= INLINE_BYTES_MAX as u64);
 
 /// One copy, as the worker asks for it: the same for every path.
 #[derive(Debug, Clone, Copy)]
