@@ -17,6 +17,7 @@ mod code;
 pub mod compile;
 mod context;
 mod driver;
+mod expected;
 mod export;
 #[cfg(feature = "worker")]
 mod fault;

@@ -456,6 +456,15 @@ pub trait Launcher<D: Device>: Send {
         signal: Option<Signal<'_, D>>,
     ) -> Result<Ticket, DeviceFault>;
 
+    /// A launch in order that may come, with its indices and flags in shared memory: what takes time is done beforehand, and the device
+    /// hears nothing of it. What comes may be another one.
+    fn expect(&mut self, launch: &Launch<'_, D>) {
+        let _needs_nothing = launch;
+    }
+
+    /// Lets go of what was expected, before what it named may go.
+    fn expect_nothing(&mut self) {}
+
     /// The outcome of a launch, or `None` while it runs. A ticket is polled until it answers, and then no more.
     ///
     /// # Errors

@@ -8,12 +8,12 @@ use std::time::Duration;
 
 use statecopy_client::blocking::{Client, Plan};
 use statecopy_client::{
-    DataType, Direction, IndexWidth, Indices, Layer, Ordered, RefusalCode, Registration, Request,
-    Slice, StreamLane, Strides,
+    DataType, Direction, IndexWidth, Indices, Layer, Ordered, Rebind, RefusalCode, Registration,
+    Request, Slice, StreamLane, Strides,
 };
 use statecopy_kernels::cuda::{CudaMemory, CudaSelector, GuestWords, WordOp, WorkerStream};
-use statecopy_stub_cuda::{Function, StubDevice, Whose};
-use statecopy_tests::{CudaBed, CudaWorker, Daemon, PIECES, random_bytes, until};
+use statecopy_stub_cuda::{Function, Object, StubDevice, Whose};
+use statecopy_tests::{CudaBed, CudaWorker, Daemon, PATIENCE, PIECES, random_bytes, until};
 
 const ROWS: u64 = 4;
 const PAYLOAD: u64 = 512;
@@ -171,4 +171,100 @@ fn a_device_that_fails_under_a_copy_lets_its_stream_go_once_its_process_is_gone(
     finish(&stream);
     other.check().unwrap();
     assert!(worker.has(3));
+}
+
+/// How often the device process gave a graph's kernel its parameter, and launched one.
+fn prepared_and_launched(bed: &CudaBed, daemon: &Daemon) -> [u64; 2] {
+    let report = bed.report(daemon.device_process());
+    [Function::cuGraphExecKernelNodeSetParams_v2, Function::cuGraphLaunch]
+        .map(|function| report.count(function))
+}
+
+#[test]
+fn a_copy_is_prepared_for_before_its_bell_and_nothing_runs() {
+    let bed = CudaBed::over(&[StubDevice::default()]);
+    let daemon = bed.daemon().start();
+    let worker = Worker::new(&bed, &daemon);
+    let (mut lane, words, mut stream) = worker.on_a_stream(&bed);
+    let counts = || prepared_and_launched(&bed, &daemon);
+    let [prepared, launched] = counts();
+    let first = lane.order(&worker.plan, Direction::Gather, &worker.request(2)).unwrap();
+    let first = steps(&first);
+    let second = lane.order(&worker.plan, Direction::Gather, &worker.request(3)).unwrap();
+    let second = steps(&second);
+    until("the first is prepared for", || counts() == [prepared + 1, launched]);
+    stream.enqueue(&words, &first).unwrap();
+    finish(&stream);
+    assert!(worker.has(2));
+    until("so is the next one", || counts() == [prepared + 2, launched + 1]);
+    stream.enqueue(&words, &second).unwrap();
+    finish(&stream);
+    assert!(worker.has(3));
+    assert_eq!(counts(), [prepared + 2, launched + 2]);
+}
+
+#[test]
+fn a_slot_is_prepared_for_before_its_graph_is_replayed() {
+    const REPLAYS: u64 = 20;
+    let bed = CudaBed::over(&[StubDevice::default()]);
+    let daemon = bed.daemon().start();
+    let worker = Worker::new(&bed, &daemon);
+    let counts = || prepared_and_launched(&bed, &daemon);
+    let [prepared, launched] = counts();
+    let mut lane = worker.client.open_graph_lane().unwrap();
+    let armed = [1, 2, 3].map(|row| {
+        let slot = lane.arm(&worker.plan, Direction::Gather, &worker.request(row)).unwrap();
+        until("its first replay is prepared for", || counts()[0] > prepared);
+        slot
+    });
+    let before = counts()[0];
+    for replay in 0..REPLAYS {
+        for (slot, at) in armed.iter().zip(1..) {
+            slot.replay(&lane, PATIENCE).unwrap();
+            let made = replay * 3 + at;
+            until("the next one is prepared for", || counts()[0] >= before + made);
+            assert_eq!(counts(), [before + made, launched + made]);
+        }
+    }
+    assert!([1, 2, 3].into_iter().all(|row| worker.has(row)));
+    lane.check().unwrap();
+}
+
+#[test]
+fn a_copy_that_was_prepared_for_reaches_what_its_layer_is_bound_to_at_the_bell() {
+    let bed = CudaBed::over(&[StubDevice::default()]);
+    let daemon = bed.daemon().start();
+    let worker = Worker::new(&bed, &daemon);
+    let (mut lane, words, mut stream) = worker.on_a_stream(&bed);
+    let counts = || prepared_and_launched(&bed, &daemon);
+    let [prepared, _] = counts();
+    let ordered = lane.order(&worker.plan, Direction::Gather, &worker.request(1)).unwrap();
+    let steps = steps(&ordered);
+    until("it is prepared for", || counts()[0] == prepared + 1);
+    // The rows lie in another order now.
+    let mut moved = worker.rows.clone();
+    moved.reverse();
+    let memory = bed.allocate(moved.len() as u64, PIECES);
+    memory.write(0, &moved).unwrap();
+    let at = worker.client.register_device_memory(memory.address(), memory.bytes()).unwrap();
+    until("it is prepared for with the new region", || counts()[0] == prepared + 2);
+    let layer = "layers.0".to_owned();
+    worker.client.rebind(&[Rebind { layer, region: at.region, offset_bytes: at.offset }]).unwrap();
+    until("it is prepared for again", || counts()[0] > prepared + 2);
+    stream.enqueue(&words, &steps).unwrap();
+    finish(&stream);
+    let (start, bytes) = (PAYLOAD, usize::try_from(PAYLOAD).unwrap());
+    let mut found = vec![0; bytes];
+    worker.packed.read(start, &mut found).unwrap();
+    assert_eq!(found, moved[bytes..2 * bytes]);
+    // What was prepared for goes before what it names.
+    drop(ordered);
+    let unrung = lane.order(&worker.plan, Direction::Gather, &worker.request(2)).unwrap();
+    drop(unrung);
+    worker.client.release_layers().unwrap();
+    let device = daemon.device_process();
+    until("the kernels are unloaded", || {
+        let report = bed.report(device);
+        [Object::Executable, Object::Module].map(|object| report.live(object)) == [0, 0]
+    });
 }

@@ -13,7 +13,7 @@ const PYTHON: &str = "TEST_PYTHON";
 /// The folder that the package lies in.
 const PACKAGE: &str = "TEST_PACKAGE";
 
-const CASES: [&str; 9] = [
+const CASES: [&str; 10] = [
     "indices and flags of the host go with the request",
     "indices and flags of the device are read where they lie",
     "packed is read where it lies, and no byte beside the rows is written",

@@ -280,6 +280,12 @@ impl<D: Device> Running<D> {
         Ok(Progress::Done(self.copied))
     }
 
+    /// Lets the launcher prepare for the first launch of a copy in order, which has nothing inline.
+    pub(super) fn expect(&self, launcher: &mut D::Launcher, request: &CopyRequest) {
+        let first = 0..self.rows.min(self.rows_per_launch);
+        launcher.expect(&self.launch(Inline::none(), request, first));
+    }
+
     fn launch<'a>(
         &'a self,
         inline: &'a Inline,

@@ -335,6 +335,7 @@ impl<D: Device> Executor<D> {
                 Some(Outcome::Rung(Some(Box::new((table, inline)))))
             }
             Command::Install(session, table, inline) | Command::Move(session, table, inline) => {
+                self.expect_again();
                 let old = self.sessions.install(session, table);
                 let old_inline = match self.station_of(session) {
                     Some(at) => self.stations[at].0.fit(inline),
@@ -353,6 +354,7 @@ impl<D: Device> Executor<D> {
                 Some(Outcome::Done(Some(Box::new(disarmed))))
             }
             Command::Close(session) => {
+                self.expect_again();
                 let old = self.sessions.remove(session);
                 let station = self.station_of(session).map(|at| self.stations.swap_remove(at));
                 if let Some((_, bell)) = &station {
@@ -360,6 +362,14 @@ impl<D: Device> Executor<D> {
                 }
                 Some(Outcome::Done(Some(Box::new((old, station)))))
             }
+        }
+    }
+
+    /// Nothing that is prepared outlives the tables that it was made by: they are dropped elsewhere, and with them their kernels.
+    fn expect_again(&mut self) {
+        self.launcher.expect_nothing();
+        for (station, _) in &mut self.stations {
+            station.expect_again();
         }
     }
 

@@ -47,6 +47,8 @@ pub(super) struct ArmedPair {
     slots: ById<SlotNumber, Slot>,
     /// Its graph rang before the daemon drained, and its copy has not begun.
     is_owed: bool,
+    /// The slot that was copied last.
+    last: u64,
 }
 
 /// A bell that rang.
@@ -68,6 +70,8 @@ pub(super) struct Graphs<D: Device> {
     running: Running<D, usize>,
     /// The pair that is looked at first: each in turn.
     first: usize,
+    /// A pair whose graph may ring next, and was not prepared for.
+    upcoming: Option<usize>,
     draining: bool,
     counts: Arc<RingCounts>,
 }
@@ -80,7 +84,7 @@ impl<D: Device> Graphs<D> {
         counts: Arc<RingCounts>,
     ) -> Self {
         let (pairs, running) = (Vec::new(), Running::with_room(0));
-        Self { memory, words, pairs, running, first: 0, draining: false, counts }
+        Self { memory, words, pairs, running, first: 0, upcoming: None, draining: false, counts }
     }
 
     /// Arms slots that were checked. `resumed`: an earlier executor, whose process is dead, had them armed.
@@ -92,6 +96,7 @@ impl<D: Device> Graphs<D> {
             };
             let slot = Slot { request: record.request, patience_ns: record.patience_ns };
             self.pairs[at].slots.insert(record.slot, slot);
+            self.upcoming = Some(at);
         }
         self.running.make_room(self.pairs.len());
     }
@@ -109,13 +114,15 @@ impl<D: Device> Graphs<D> {
             self.memory.clear_failure(number);
             PairTaker::new(words)
         };
-        self.pairs.push(ArmedPair { number, taker, slots: ById::default(), is_owed: false });
+        let slots = ById::default();
+        self.pairs.push(ArmedPair { number, taker, slots, is_owed: false, last: 0 });
         self.pairs.len() - 1
     }
 
     /// Disarms a pair: a graph that is replayed all the same goes on at once, and nothing moves. No copy runs.
     pub(super) fn disarm(&mut self, number: PairNumber) -> Option<ArmedPair> {
         assert!(self.running.is_empty(), "no pair is disarmed while a copy runs");
+        self.upcoming = None;
         let mut pair = self.pairs.swap_remove(self.place_of(number)?);
         pair.taker.fail();
         Some(pair)
@@ -169,7 +176,35 @@ impl<D: Device> Graphs<D> {
             turn = Turn::Progressed;
         }
         // Last: the stream of what was just begun waits for every step between its bell and its launch.
-        Ok(turn.max(self.step(launcher, counters)?))
+        turn = turn.max(self.step(launcher, counters)?);
+        if turn < Turn::Progressed
+            && !paused
+            && let Some(at) = self.upcoming.take()
+        {
+            let hook_epoch = sessions.look_for_hooks(launcher);
+            self.expect(at, launcher, table, hook_epoch);
+        }
+        Ok(turn)
+    }
+
+    /// Prepares for the slot that a graph rings next, if it rings them in the order in which they were captured.
+    fn expect(
+        &self,
+        at: usize,
+        launcher: &mut D::Launcher,
+        table: Option<&Arc<SessionTable<D>>>,
+        hook_epoch: u64,
+    ) {
+        let pair = &self.pairs[at];
+        let slot = |number| SlotNumber::new(number).and_then(|number| pair.slots.get(&number));
+        if let Some(Slot { request, .. }) = slot(pair.last + 1).or_else(|| slot(1)) {
+            OrderedCopy::expect(launcher, table, request, hook_epoch);
+        }
+    }
+
+    /// What was prepared for is gone.
+    pub(super) fn expect_again(&mut self) {
+        self.upcoming = self.first.checked_sub(1).filter(|at| *at < self.pairs.len());
     }
 
     /// Moves what runs on.
@@ -220,6 +255,7 @@ impl<D: Device> Graphs<D> {
                 OrderedCopy::begin(table, *request, (*patience_ns, deaths), hook_epoch)
             }
         };
+        pair.last = slot;
         match copy {
             Ok(copy) => {
                 pair.taker.begin();
@@ -240,6 +276,7 @@ impl<D: Device> Graphs<D> {
             taker.settle_by_hand();
         }
         taker.finish();
+        self.upcoming = Some(at);
         copy.count(&copied, counters);
         self.counts.count(true);
     }

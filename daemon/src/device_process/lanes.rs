@@ -48,6 +48,8 @@ pub(super) struct Lanes<D: Device> {
     waiting: u64,
     /// A bit for each lane of which a copy runs.
     busy: u64,
+    /// A bit for each lane whose oldest request was prepared for.
+    expected: u64,
     /// Room for one of each lane.
     running: Running<D, Place>,
     /// The lane that is looked at first, for a bell and for a request: each in turn.
@@ -80,7 +82,20 @@ impl<D: Device> Lanes<D> {
         let waiting = bits(takers.iter().map(waiting));
         let running = Running::with_room(takers.len());
         let fresh = if resumed { u64::MAX } else { 0 };
-        Self { memory, words, takers, fresh, waiting, busy: 0, running, first: 0, taken: 0, counts }
+        let (busy, expected, first, taken) = (0, 0, 0, 0);
+        Self {
+            memory,
+            words,
+            takers,
+            fresh,
+            waiting,
+            busy,
+            expected,
+            running,
+            first,
+            taken,
+            counts,
+        }
     }
 
     /// Whether a copy runs.
@@ -131,7 +146,34 @@ impl<D: Device> Lanes<D> {
             }
         }
         // Last: the stream of what was just begun waits for every step between its bell and its launch.
-        Ok(turn.max(self.step(launcher, counters)?))
+        turn = turn.max(self.step(launcher, counters)?);
+        if turn < Turn::Progressed && !paused {
+            self.expect(launcher, (sessions, table));
+        }
+        Ok(turn)
+    }
+
+    /// Prepares for the oldest request of one lane, where nothing else is to be done.
+    fn expect(
+        &mut self,
+        launcher: &mut D::Launcher,
+        (sessions, table): (&Sessions<D>, Option<&Arc<SessionTable<D>>>),
+    ) {
+        let lane = (self.waiting & !self.busy & !self.expected).trailing_zeros();
+        let Some(taker) = self.takers.get(index(lane)) else { return };
+        self.expected |= 1 << lane;
+        let mut words = [0; DESCRIPTOR_WORDS];
+        if taker.head(&mut words).is_some()
+            && let Ok(request) = CopyDescriptor::from_words(words).parse_ordered()
+        {
+            let hook_epoch = sessions.look_for_hooks(launcher);
+            OrderedCopy::expect(launcher, table, &request, hook_epoch);
+        }
+    }
+
+    /// What was prepared for is gone.
+    pub(super) fn expect_again(&mut self) {
+        self.expected = 0;
     }
 
     /// Moves what runs on.
@@ -221,6 +263,7 @@ impl<D: Device> Lanes<D> {
         match copy {
             Ok(copy) => {
                 self.busy |= 1 << lane.get();
+                self.expected &= !(1 << lane.get());
                 self.running.push((lane, sequence.get()), copy);
             }
             Err(fault) => self.fail(lane, fault, counters),

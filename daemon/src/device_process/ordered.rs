@@ -121,6 +121,19 @@ impl<D: Device> OrderedCopy<D> {
         Ok(Self { request, running, begun, deadline })
     }
 
+    /// Prepares for a request whose bell may ring soon. It holds nothing of what the request names, which may be gone by then.
+    pub(super) fn expect(
+        launcher: &mut D::Launcher,
+        table: Option<&Arc<SessionTable<D>>>,
+        request: &CopyRequest,
+        hook_epoch: u64,
+    ) {
+        let running = copying::Running::check(table, request, hook_epoch, MonotonicNs(0));
+        if let Ok(running) = running {
+            running.expect(launcher, request);
+        }
+    }
+
     /// Moves it on by at most one launch.
     ///
     /// # Errors

@@ -134,6 +134,13 @@ impl<D: Device> Station<D> {
         self.streams.as_mut().map(|streams| &mut streams.graphs)
     }
 
+    /// What the launcher had prepared for is gone.
+    pub(super) fn expect_again(&mut self) {
+        if let Some(streams) = &mut self.streams {
+            streams.expect_again();
+        }
+    }
+
     pub(super) fn scope(&self) -> Scope {
         self.scope
     }

@@ -88,6 +88,12 @@ impl<D: Device> Streams<D> {
         Ok(graphs.max(lanes))
     }
 
+    /// What was prepared for is gone.
+    pub(super) fn expect_again(&mut self) {
+        self.lanes.expect_again();
+        self.graphs.expect_again();
+    }
+
     /// The device failed.
     pub(super) fn lose(&mut self, counters: &Counters) {
         self.lanes.lose(counters);

@@ -118,6 +118,20 @@ impl Arguments {
         }
     }
 
+    /// Whether another launch is the same one, of indices and flags that lie in memory, and whose rows nobody asks after.
+    #[must_use]
+    pub fn is_same_by_address(&self, other: &Self) -> bool {
+        const ELSEWHERE: u32 = SHAPE_INDICES_INLINE | SHAPE_FLAGS_INLINE | SHAPE_ROW_STATES;
+        let told = |it: &Self| {
+            (
+                [it.base, it.packed, it.page_stride, it.rows, it.payload, it.bases, it.flags],
+                [it.shape, it.first_row, it.selected, it.direction, it.index_width],
+                it.indices_address(),
+            )
+        };
+        self.shape & ELSEWHERE == 0 && told(self) == told(other)
+    }
+
     /// Where the indices lie that do not travel with the launch.
     pub fn set_indices_address(&mut self, address: u64) {
         self.inline_bytes[..INDICES_ADDRESS_BYTES].copy_from_slice(&address.to_le_bytes());
@@ -191,6 +205,39 @@ mod tests {
         let mut arguments = Arguments::zeroed();
         arguments.set_indices_address(0x1234_5678_9abc_def0);
         assert_eq!(arguments.indices_address(), 0x1234_5678_9abc_def0);
+    }
+
+    #[test]
+    fn launches_are_the_same_where_no_field_that_is_read_differs() {
+        let one = Arguments { shape: SHAPE_FLAGS_ADDRESS, ..Arguments::zeroed() };
+        assert!(one.is_same_by_address(&one));
+        let changes: [fn(&mut Arguments); 13] = [
+            |it| it.shape = 0,
+            |it| it.first_row = 1,
+            |it| it.base = 1,
+            |it| it.packed = 1,
+            |it| it.page_stride = 1,
+            |it| it.rows = 1,
+            |it| it.set_indices_address(1),
+            |it| it.payload = 1,
+            |it| it.bases = 1,
+            |it| it.flags = 1,
+            |it| it.selected = 1,
+            |it| it.direction = DIRECTION_SCATTER,
+            |it| it.index_width = 8,
+        ];
+        for (number, change) in changes.iter().enumerate() {
+            let mut other = one.clone();
+            change(&mut other);
+            assert!(!one.is_same_by_address(&other), "field {number}");
+        }
+        let mut other = one.clone();
+        other.inline_bytes[INDICES_ADDRESS_BYTES..].fill(1);
+        assert!(one.is_same_by_address(&other), "what is left of another launch is not read");
+        for shape in [SHAPE_INDICES_INLINE, SHAPE_FLAGS_INLINE, SHAPE_ROW_STATES] {
+            let inline = Arguments { shape, ..one.clone() };
+            assert!(!inline.is_same_by_address(&inline), "its values are not compared");
+        }
     }
 
     #[test]

@@ -110,22 +110,39 @@ impl Drop for KernelGraph {
 }
 
 impl HeldGraph {
-    /// Starts the kernel with this grid and parameter. Where this fails nothing was started.
+    /// Gives the kernel this grid and parameter.
     ///
     /// # Safety
-    /// As [`Current::launch`]. This was not launched before, and is not dropped before the kernel is done.
-    pub(super) unsafe fn launch(
+    /// This was not launched before.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub(super) unsafe fn set(
         &mut self,
         current: Current<'_>,
         grid: [u32; 2],
-        stream: Stream,
         arguments: &Arguments,
     ) -> Result<()> {
         let KernelGraph { function, node, executable, .. } = *self.0;
         // SAFETY: the node is the graph's and of this function, whose code the graph keeps. Nobody else has it meanwhile.
-        unsafe { current.set_kernel(executable, node, (function, grid), arguments) }?;
+        unsafe { current.set_kernel(executable, node, (function, grid), arguments) }
+    }
+
+    /// Starts the kernel, with what it was given last. Where this fails nothing was started.
+    ///
+    /// # Safety
+    /// As [`Current::launch`]. This was not launched before, and is not dropped before the kernel is done.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub(super) unsafe fn launch(&mut self, current: Current<'_>, stream: Stream) -> Result<()> {
         // SAFETY: it does not run, by the caller's own promise and that of who held it before; the rest is the caller's.
-        unsafe { current.launch_graph(executable, stream) }
+        unsafe { current.launch_graph(self.0.executable, stream) }
+    }
+
+    /// Whether it is of this kernel.
+    pub(super) fn is_of(&self, function: Function) -> bool {
+        self.0.function == function
     }
 }
 

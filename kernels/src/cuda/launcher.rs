@@ -15,11 +15,12 @@ use super::arguments::{
     SHAPE_FLAGS_ADDRESS, SHAPE_FLAGS_INLINE, SHAPE_INDICES_INLINE, SHAPE_ROW_STATES, THREADS,
     direction_number, grid,
 };
-use super::context::{Context, Current};
+use super::context::Context;
 use super::driver::DriverError;
+use super::expected::{Expected, Prepared, Shape};
 use super::kernel_graphs::HeldGraph;
 use super::memory::CudaRegion;
-use super::sys::{self, Function, Stream, StreamMemOp};
+use super::sys::{self, Stream, StreamMemOp};
 use super::words::{TICKETS_MAX, Words};
 use crate::device::{
     DeviceFault, Flags, Indices, Launch, Launcher, Moved, Region as _, STREAMS, Signal, Slice,
@@ -49,6 +50,7 @@ pub struct CudaLauncher {
     streams: Streams,
     words: Words,
     arguments: Box<Arguments>,
+    expected: Expected,
     slots: Box<[Option<UnderWay>]>,
     issued: u64,
 }
@@ -109,6 +111,7 @@ impl CudaLauncher {
             streams,
             words,
             arguments: Box::new(Arguments::zeroed()),
+            expected: Expected::none(),
             slots: (0..TICKETS_MAX).map(|_| None).collect(),
             issued: 0,
         })
@@ -190,14 +193,14 @@ impl CudaLauncher {
         if inline { 0 } else { index_bytes + flag_bytes }
     }
 
-    /// Fills the parameter in and starts the kernel, by a graph where one is given. Nothing tells yet when it is done. Gives the
-    /// rows of the part, and the graph where it was started by that: to be kept until it is done.
+    /// Fills the parameter in and starts the kernel, by a graph where it may. Nothing tells yet when it is done. Gives the rows of
+    /// the part, and the graph where it was started by one: to be kept until it is done.
     fn start(
         &mut self,
         slot: usize,
         launch: &Launch<'_, CudaDevice>,
         stream: Stream,
-        (copied, graph): (Option<u64>, Option<HeldGraph>),
+        (copied, by_graph): (Option<u64>, bool),
     ) -> Result<(u64, Option<HeldGraph>), DeviceFault> {
         let variant = launch.variant();
         let staged = self.fill(slot, launch);
@@ -215,40 +218,14 @@ impl CudaLauncher {
             // SAFETY: the stream is ours, and the slot is free until this launch is answered.
             unsafe { self.words.stage(current, stream, slot, staged) }?;
         }
-        let function = launch.variants.function(variant);
+        let shape = shape(launch, &self.arguments);
+        let free = || launch.variants.hold_graph(variant);
+        let graph = by_graph.then(|| self.expected.take(shape, free)).flatten();
         // SAFETY: the function is of a variant that takes `Arguments`, whose code the caller's variants keep loaded. `fill` checked
         // that packed, indices and flags hold what the launch says and that the part lies inside it; binding checked the layers
         // against their regions. The caller keeps all of it until it knows of the end.
-        let graph = unsafe { self.give(current, (function, rows), stream, graph) }?;
+        let graph = unsafe { give(&self.context, shape, stream, graph) }?;
         Ok((rows, graph))
-    }
-
-    /// Gives the device a kernel with the parameter that was filled in. Gives the graph back that it was started by.
-    ///
-    /// # Safety
-    /// As [`Current::launch`].
-    unsafe fn give(
-        &self,
-        current: Current<'_>,
-        (function, rows): (Function, u64),
-        stream: Stream,
-        graph: Option<HeldGraph>,
-    ) -> Result<Option<HeldGraph>, DriverError> {
-        let arguments = &*self.arguments;
-        let shape = grid(arguments.payload, rows);
-        let shape = shape.expect("a class that was compiled and a part of one launch have a grid");
-        if let Some(mut graph) = graph {
-            // SAFETY: the caller's own promise; the graph is kept where this succeeds.
-            match unsafe { graph.launch(current, shape, stream, arguments) } {
-                Ok(()) => return Ok(Some(graph)),
-                Err(error) if self.context.faulted() => return Err(error),
-                // Nothing was started, and the usual way asks less of the driver.
-                Err(_) => {}
-            }
-        }
-        // SAFETY: the caller's own promise.
-        unsafe { current.launch(function, shape, THREADS, stream, arguments) }?;
-        Ok(None)
     }
 
     /// Starts a launch as a worker without a daemon does: no word tells of its end, [`CudaLauncher::synchronize`] waits for it.
@@ -277,7 +254,7 @@ impl CudaLauncher {
         let copied = known_copied(launch).filter(|_| bytes <= INLINE_BYTES_MAX);
         let copied = copied.expect("indices and flags travel with the launch");
         // So nothing of the slot is used.
-        let (rows, _) = self.start(slot_of(self.issued), launch, stream, (Some(copied), None))?;
+        let (rows, _) = self.start(slot_of(self.issued), launch, stream, (Some(copied), false))?;
         Ok(Moved { copied, masked: rows - copied })
     }
 
@@ -299,9 +276,7 @@ impl CudaLauncher {
     ) -> Result<Ticket, DeviceFault> {
         let (ticket, slot) = (Ticket(self.issued), slot_of(self.issued));
         assert!(self.slots[slot].is_none(), "At most {TICKETS_MAX} launches await their poll");
-        let is_some = launch.part.start < launch.part.end;
-        let graph = is_some.then(|| launch.variants.hold_graph(launch.variant())).flatten();
-        let (rows, graph) = self.start(slot, launch, stream, (copied, graph))?;
+        let (rows, graph) = self.start(slot, launch, stream, (copied, true))?;
         self.issued += 1;
         let runs_on = (rows > 0 || signal.is_some()).then_some(stream);
         // Before the words are asked for: if that fails, the kernel may run and its graph stays taken.
@@ -354,6 +329,23 @@ impl Launcher<CudaDevice> for CudaLauncher {
     ) -> Result<Ticket, DeviceFault> {
         let copied = known_copied(launch).unwrap_or(launch.part.end - launch.part.start);
         self.begin(launch, self.streams.of(stream), (Some(copied), signal))
+    }
+
+    fn expect(&mut self, launch: &Launch<'_, CudaDevice>) {
+        let inline = matches!(launch.flags, Flags::Inline(_)) || private_bytes(&launch.indices) > 0;
+        if inline || launch.part.is_empty() {
+            return;
+        }
+        // Of no slot: nothing is in private memory.
+        let staged = self.fill(0, launch);
+        debug_assert_eq!(staged, 0, "indices and flags lie in memory");
+        let free = || launch.variants.hold_graph(launch.variant());
+        let Ok(current) = self.context.enter() else { return };
+        self.expected.add(current, shape(launch, &self.arguments), free);
+    }
+
+    fn expect_nothing(&mut self) {
+        self.expected.clear();
     }
 
     fn poll(&mut self, ticket: Ticket) -> Result<Option<Moved>, DeviceFault> {
@@ -415,6 +407,43 @@ impl Drop for CudaLauncher {
             self.context.give_back(|current| unsafe { current.destroy_stream(stream) });
         }
     }
+}
+
+/// What a launch gives the device, with the parameter that was filled in for it.
+fn shape<'a>(launch: &Launch<'_, CudaDevice>, arguments: &'a Arguments) -> Shape<'a> {
+    let grid = grid(arguments.payload, launch.part.end - launch.part.start);
+    let grid = grid.expect("a class that was compiled and a part of one launch have a grid");
+    Shape { function: launch.variants.function(launch.variant()), grid, arguments }
+}
+
+/// Starts a kernel, by a graph of it where one is given. Gives that back where it was started by it.
+///
+/// # Safety
+/// As [`Current::launch`]; and what the graph is set to is this launch.
+unsafe fn give(
+    context: &Context,
+    Shape { function, grid, arguments }: Shape<'_>,
+    stream: Stream,
+    graph: Option<Prepared>,
+) -> Result<Option<HeldGraph>, DriverError> {
+    let current = context.enter()?;
+    if let Some(Prepared { mut graph, is_set }) = graph {
+        let set = match is_set {
+            true => Ok(()),
+            // SAFETY: it was not launched since it is held.
+            false => unsafe { graph.set(current, grid, arguments) },
+        };
+        // SAFETY: as above, and by the caller's own promise; it is kept where this succeeds.
+        match set.and_then(|()| unsafe { graph.launch(current, stream) }) {
+            Ok(()) => return Ok(Some(graph)),
+            Err(error) if context.faulted() => return Err(error),
+            // Nothing was started, and the usual way asks less of the driver.
+            Err(_) => {}
+        }
+    }
+    // SAFETY: the caller's own promise.
+    unsafe { current.launch(function, grid, THREADS, stream, arguments) }?;
+    Ok(None)
 }
 
 /// A stream's write of a word.

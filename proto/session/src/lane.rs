@@ -365,6 +365,13 @@ impl<W: LaneWords> LaneTaker<W> {
         (bell >= self.front).then(|| Sequence::of(self.front))
     }
 
+    /// Copies out the descriptor of the oldest request that is not settled, for who prepares for its bell. It is read again when
+    /// it begins.
+    pub fn head(&self, descriptor: &mut [u64]) -> Option<Sequence> {
+        let front = (self.is_waiting() && !self.failed).then(|| Sequence::of(self.front))?;
+        self.read(front, descriptor).is_ok().then_some(front)
+    }
+
     /// Begins the request that [`LaneTaker::rung`] named: copies its descriptor out again. Gives under how many executors it was
     /// started before that died: 0, 1, or 2 for more.
     ///

@@ -2,12 +2,16 @@
 
 use std::mem;
 
+use statecopy_proto::{Direction, IndexWidth};
 use statecopy_stub_cuda::{Act, CUresult, Fault, Function, Whose};
 
 use super::launches::{Gathering, class_of};
 use super::*;
 use crate::conformance::cache;
-use crate::device::{Launcher as _, Moved};
+use crate::device::{Flags, Indices, Launch, Launcher as _, Moved, Slice, Ticket};
+use crate::plan::Variant;
+
+const GATHER: Variant = Variant::Fused(Direction::Gather, IndexWidth::Int32);
 
 const MADE_OF: [Function; 4] = [
     Function::cuGraphCreate,
@@ -132,4 +136,89 @@ fn a_graph_whose_end_nobody_learns_of_is_never_launched_again() {
     let report = bed.report();
     let kept = [Object::Module, Object::Executable].map(|object| report.live(object));
     assert_eq!(kept, [1, 2], "what may run stays, and its code");
+}
+
+/// A gather of the fourth row in a stream's order, of indices in shared memory, to the start of packed.
+struct Ordered<'a> {
+    gathering: &'a mut Gathering,
+    inputs: Arc<CudaRegion>,
+}
+
+impl Ordered<'_> {
+    /// As above, of indices at another place: they name the same row.
+    fn with<T>(
+        &mut self,
+        at: u64,
+        by: impl FnOnce(&mut CudaLauncher, &Launch<'_, CudaDevice>) -> T,
+    ) -> T {
+        let shared = Slice::new(&self.inputs, at * 16, 4).unwrap();
+        self.gathering.start(Indices::Shared(IndexWidth::Int32, shared), 1, Flags::None, by)
+    }
+
+    fn expect(&mut self, at: u64) {
+        self.with(at, |launcher, launch| launcher.expect(launch));
+    }
+
+    fn launch(&mut self, at: u64) -> Ticket {
+        self.with(at, |launcher, launch| launcher.launch_in_order(launch, 3, None).unwrap())
+    }
+}
+
+fn ordered<'a>(bed: &Bed, gathering: &'a mut Gathering) -> Ordered<'a> {
+    let inputs = Arc::new(bed.device.scratch(16 * 64).unwrap());
+    let index: Vec<u8> = [3_i32, 0, 0, 0].iter().flat_map(|it| it.to_le_bytes()).collect();
+    inputs.write(0, &index.repeat(64)).unwrap();
+    Ordered { gathering, inputs }
+}
+
+#[test]
+fn what_was_expected_is_launched_by_one_call_and_what_was_not_by_two() {
+    let bed = Bed::open();
+    let mut gathering = Gathering::of(&bed);
+    let mut ordered = ordered(&bed, &mut gathering);
+    let calls = || {
+        let report = bed.report();
+        [Function::cuGraphExecKernelNodeSetParams_v2, Function::cuGraphLaunch]
+            .map(|function| report.count(function))
+    };
+    let [sets, launches] = calls();
+    for _ in 0..3 {
+        ordered.expect(1);
+    }
+    assert_eq!(calls(), [sets + 1, launches], "nothing runs, and it is prepared for once");
+    let ticket = ordered.launch(1);
+    assert_eq!(calls(), [sets + 1, launches + 1]);
+    assert_eq!(ordered.gathering.outcome(ticket), Moved { copied: 1, masked: 0 });
+    let ticket = ordered.launch(1);
+    assert_eq!(calls(), [sets + 2, launches + 2], "it was expected once");
+    ordered.gathering.outcome(ticket);
+    ordered.expect(1);
+    let ticket = ordered.launch(2);
+    assert_eq!(calls(), [sets + 4, launches + 3], "another one came");
+    ordered.gathering.outcome(ticket);
+    ordered.gathering.start_rows(1, |launcher, launch| launcher.expect(launch));
+    assert_eq!(calls()[0], sets + 4, "its indices come with it");
+}
+
+#[test]
+fn expectations_take_no_graph_from_a_launch_that_has_come() {
+    let bed = Bed::open();
+    let mut gathering = Gathering::of(&bed);
+    let mut ordered = ordered(&bed, &mut gathering);
+    // Twice as many as there is room for, of one kernel with four graphs.
+    for at in 0..16 {
+        ordered.expect(at);
+    }
+    let before = bed.report();
+    bed.stub.hold_kernels(Some(Whose::Any));
+    let tickets: Vec<_> = (30..35).map(|at| ordered.launch(at)).collect();
+    assert_eq!(ways(&bed, &before), [4, 1]);
+    bed.stub.hold_kernels(None);
+    for ticket in tickets {
+        assert_eq!(ordered.gathering.outcome(ticket), Moved { copied: 1, masked: 0 });
+    }
+    let Gathering { launcher, variants, .. } = &mut gathering;
+    launcher.expect_nothing();
+    let held: Vec<_> = (0..5).map(|_| variants.hold_graph(GATHER)).collect();
+    assert_eq!(held.iter().flatten().count(), 4, "all of them are free");
 }

@@ -61,7 +61,7 @@ impl Gathering {
         self.start(indices, selected, flags, CudaLauncher::launch)
     }
 
-    fn start<T>(
+    pub(super) fn start<T>(
         &mut self,
         indices: Indices<'_, CudaRegion>,
         selected: usize,
