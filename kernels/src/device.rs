@@ -456,10 +456,14 @@ pub trait Launcher<D: Device>: Send {
         signal: Option<Signal<'_, D>>,
     ) -> Result<Ticket, DeviceFault>;
 
-    /// A launch in order that may come, with its indices and flags in shared memory: what takes time is done beforehand, and the device
-    /// hears nothing of it. What comes may be another one.
-    fn expect(&mut self, launch: &Launch<'_, D>) {
+    /// A launch in order that may come, with its indices and flags in shared memory: what takes time and gives the device nothing is
+    /// done beforehand, where there is room. What comes may be another one.
+    ///
+    /// # Errors
+    /// When the device failed.
+    fn expect(&mut self, launch: &Launch<'_, D>) -> Result<(), DeviceFault> {
         let _needs_nothing = launch;
+        Ok(())
     }
 
     /// Lets go of what was expected, before what it named may go.

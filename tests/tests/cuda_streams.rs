@@ -259,7 +259,9 @@ fn a_copy_that_was_prepared_for_reaches_what_its_layer_is_bound_to_at_the_bell()
     assert_eq!(found, moved[bytes..2 * bytes]);
     // What was prepared for goes before what it names.
     drop(ordered);
+    let before = counts()[0];
     let unrung = lane.order(&worker.plan, Direction::Gather, &worker.request(2)).unwrap();
+    until("it is prepared for", || counts()[0] > before);
     drop(unrung);
     worker.client.release_layers().unwrap();
     let device = daemon.device_process();

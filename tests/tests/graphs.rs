@@ -109,6 +109,8 @@ fn words_that_a_graph_never_writes_hurt_nobody_but_itself() {
         lane.memory().0.write_words(ring.offset, &[bell]).unwrap();
         until("a slot that is not armed frees its graph", || lane.check().is_err());
         assert_eq!(code(lane.check()), Some(RefusalCode::StalePlan), "{bell}");
+        // Another session comes, and what was prepared for is prepared for again, with that graph still there.
+        drop(GraphWorker::new(&daemon));
         its_armed.replay(&its_lane, PATIENCE).unwrap();
     }
     // Whatever `done` holds, the copy is made, or never.

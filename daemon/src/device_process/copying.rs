@@ -281,9 +281,16 @@ impl<D: Device> Running<D> {
     }
 
     /// Lets the launcher prepare for the first launch of a copy in order, which has nothing inline.
-    pub(super) fn expect(&self, launcher: &mut D::Launcher, request: &CopyRequest) {
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub(super) fn expect(
+        &self,
+        launcher: &mut D::Launcher,
+        request: &CopyRequest,
+    ) -> Result<(), DeviceFault> {
         let first = 0..self.rows.min(self.rows_per_launch);
-        launcher.expect(&self.launch(Inline::none(), request, first));
+        launcher.expect(&self.launch(Inline::none(), request, first))
     }
 
     fn launch<'a>(

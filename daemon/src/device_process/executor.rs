@@ -150,6 +150,8 @@ struct Executor<D: Device> {
     link: Arc<Connection>,
     waiting: Waiting,
     pause: Pause,
+    /// Whether there may be a copy to prepare for.
+    may_expect: bool,
     /// When the device was last asked whether it lives.
     checked: Instant,
     ending: bool,
@@ -185,6 +187,7 @@ pub(super) fn start<D: Device>(device: &D, setup: Setup) -> Result<ExecutorHandl
         link,
         waiting: Waiting::of(&settings),
         pause: Pause::default(),
+        may_expect: true,
         checked: Instant::now(),
         ending: false,
     };
@@ -258,10 +261,34 @@ impl<D: Device> Executor<D> {
         if let Some(fault) = failed {
             self.give_up(&fault);
         }
-        if overall == Turn::Progressed {
-            self.export.publish(&self.counters);
+        match overall {
+            Turn::Progressed => {
+                self.may_expect = true;
+                self.export.publish(&self.counters);
+            }
+            // Of what nobody waits for, one step a round, and none while a command does.
+            Turn::Idle if self.may_expect && self.deferred.is_none() => self.expect(),
+            Turn::Idle | Turn::Waiting => {}
         }
         overall
+    }
+
+    /// Prepares for one copy whose bell may ring soon.
+    fn expect(&mut self) {
+        let Self { stations, launcher, sessions, .. } = self;
+        // What was sealed before a hook is refused: by the next request that looks for it.
+        let mut expected = !launcher.hooked();
+        if expected {
+            let one = stations.iter_mut().find_map(|(station, _)| {
+                let expected = station.expect(launcher, sessions);
+                (expected != Ok(false)).then_some(expected)
+            });
+            match one.transpose() {
+                Ok(one) => expected = one.is_some(),
+                Err(fault) => self.give_up(&fault),
+            }
+        }
+        self.may_expect = expected;
     }
 
     /// The device failed: answers what it was given, says so, and ends the process. The supervisor starts the next one.
@@ -347,6 +374,7 @@ impl<D: Device> Executor<D> {
                 if let Some(graphs) = self.graphs_of(session) {
                     graphs.arm(&slots, resumed);
                 }
+                self.may_expect = true;
                 Some(Outcome::Done(Some(Box::new(slots))))
             }
             Command::Disarm(session, pair) => {
@@ -367,6 +395,7 @@ impl<D: Device> Executor<D> {
 
     /// Nothing that is prepared outlives the tables that it was made by: they are dropped elsewhere, and with them their kernels.
     fn expect_again(&mut self) {
+        self.may_expect = true;
         self.launcher.expect_nothing();
         for (station, _) in &mut self.stations {
             station.expect_again();

@@ -9,11 +9,12 @@
 //! A slot holds a binding, regions and offsets, and no address: what it names is looked up, and checked again, at each bell. So it
 //! stays good when layers sleep and wake in other memory; and where they are gone, nothing moves.
 //!
-//! A bell wakes nobody. While a pair is armed the executor looks at it: one load each, and no look-up before one rings.
+//! A bell wakes nobody. While a pair is armed the executor looks at it: one load each. When there is nothing else to do it looks the next
+//! slot up, and prepares for it; what comes is looked up and checked for itself.
 
 use std::sync::Arc;
 
-use statecopy_kernels::device::Device;
+use statecopy_kernels::device::{Device, DeviceFault};
 use statecopy_proto::RefusalCode;
 use statecopy_session::pair::DONE;
 use statecopy_session::{
@@ -48,7 +49,18 @@ pub(super) struct ArmedPair {
     /// Its graph rang before the daemon drained, and its copy has not begun.
     is_owed: bool,
     /// The slot that was copied last.
-    last: u64,
+    last: Option<SlotNumber>,
+    /// Its next copy was prepared for, or runs.
+    is_expected: bool,
+}
+
+impl ArmedPair {
+    /// What follows the slot that was copied last.
+    fn next(&self) -> Option<&Slot> {
+        let at = |number| SlotNumber::new(number).and_then(|number| self.slots.get(&number));
+        let last = self.last.map_or(0, SlotNumber::get);
+        at(last + 1).or_else(|| at(1))
+    }
 }
 
 /// A bell that rang.
@@ -70,8 +82,6 @@ pub(super) struct Graphs<D: Device> {
     running: Running<D, usize>,
     /// The pair that is looked at first: each in turn.
     first: usize,
-    /// A pair whose graph may ring next, and was not prepared for.
-    upcoming: Option<usize>,
     draining: bool,
     counts: Arc<RingCounts>,
 }
@@ -84,7 +94,7 @@ impl<D: Device> Graphs<D> {
         counts: Arc<RingCounts>,
     ) -> Self {
         let (pairs, running) = (Vec::new(), Running::with_room(0));
-        Self { memory, words, pairs, running, first: 0, upcoming: None, draining: false, counts }
+        Self { memory, words, pairs, running, first: 0, draining: false, counts }
     }
 
     /// Arms slots that were checked. `resumed`: an earlier executor, whose process is dead, had them armed.
@@ -96,7 +106,7 @@ impl<D: Device> Graphs<D> {
             };
             let slot = Slot { request: record.request, patience_ns: record.patience_ns };
             self.pairs[at].slots.insert(record.slot, slot);
-            self.upcoming = Some(at);
+            self.pairs[at].is_expected = false;
         }
         self.running.make_room(self.pairs.len());
     }
@@ -114,15 +124,15 @@ impl<D: Device> Graphs<D> {
             self.memory.clear_failure(number);
             PairTaker::new(words)
         };
-        let slots = ById::default();
-        self.pairs.push(ArmedPair { number, taker, slots, is_owed: false, last: 0 });
+        let (slots, last) = (ById::default(), None);
+        let (is_owed, is_expected) = (false, false);
+        self.pairs.push(ArmedPair { number, taker, slots, is_owed, last, is_expected });
         self.pairs.len() - 1
     }
 
     /// Disarms a pair: a graph that is replayed all the same goes on at once, and nothing moves. No copy runs.
     pub(super) fn disarm(&mut self, number: PairNumber) -> Option<ArmedPair> {
         assert!(self.running.is_empty(), "no pair is disarmed while a copy runs");
-        self.upcoming = None;
         let mut pair = self.pairs.swap_remove(self.place_of(number)?);
         pair.taker.fail();
         Some(pair)
@@ -176,35 +186,34 @@ impl<D: Device> Graphs<D> {
             turn = Turn::Progressed;
         }
         // Last: the stream of what was just begun waits for every step between its bell and its launch.
-        turn = turn.max(self.step(launcher, counters)?);
-        if turn < Turn::Progressed
-            && !paused
-            && let Some(at) = self.upcoming.take()
-        {
-            let hook_epoch = sessions.look_for_hooks(launcher);
-            self.expect(at, launcher, table, hook_epoch);
-        }
-        Ok(turn)
+        Ok(turn.max(self.step(launcher, counters)?))
     }
 
-    /// Prepares for the slot that a graph rings next, if it rings them in the order in which they were captured.
-    fn expect(
-        &self,
-        at: usize,
+    /// Prepares for the slot that a graph rings next, if it rings them in the order in which they were captured, of a graph that was
+    /// not prepared for. False: there is none.
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub(super) fn expect(
+        &mut self,
         launcher: &mut D::Launcher,
         table: Option<&Arc<SessionTable<D>>>,
         hook_epoch: u64,
-    ) {
-        let pair = &self.pairs[at];
-        let slot = |number| SlotNumber::new(number).and_then(|number| pair.slots.get(&number));
-        if let Some(Slot { request, .. }) = slot(pair.last + 1).or_else(|| slot(1)) {
-            OrderedCopy::expect(launcher, table, request, hook_epoch);
+    ) -> Result<bool, DeviceFault> {
+        let waits = |pair: &&mut ArmedPair| !pair.is_expected && !pair.taker.is_failed();
+        let Some(pair) = self.pairs.iter_mut().find(waits) else { return Ok(false) };
+        pair.is_expected = true;
+        if let Some(Slot { request, .. }) = pair.next() {
+            OrderedCopy::expect(launcher, table, request, hook_epoch)?;
         }
+        Ok(true)
     }
 
     /// What was prepared for is gone.
     pub(super) fn expect_again(&mut self) {
-        self.upcoming = self.first.checked_sub(1).filter(|at| *at < self.pairs.len());
+        for pair in &mut self.pairs {
+            pair.is_expected = false;
+        }
     }
 
     /// Moves what runs on.
@@ -255,9 +264,9 @@ impl<D: Device> Graphs<D> {
                 OrderedCopy::begin(table, *request, (*patience_ns, deaths), hook_epoch)
             }
         };
-        pair.last = slot;
         match copy {
             Ok(copy) => {
+                (pair.last, pair.is_expected) = (SlotNumber::new(slot), true);
                 pair.taker.begin();
                 self.running.push(at, copy);
             }
@@ -276,7 +285,7 @@ impl<D: Device> Graphs<D> {
             taker.settle_by_hand();
         }
         taker.finish();
-        self.upcoming = Some(at);
+        self.pairs[at].is_expected = false;
         copy.count(&copied, counters);
         self.counts.count(true);
     }

@@ -7,11 +7,11 @@
 //!
 //! Nothing of a request is given to the device before its bell: a stream that waited there would hold up other lanes, launches and
 //! frees. So an accepted request is a number in the session memory and nothing else; whoever dies, or changes what it names, is
-//! noticed at the bell. A request is checked twice, each time as a private copy.
+//! noticed at the bell. A request is checked when it comes and at its bell, each time as a private copy; what is prepared in between is only time.
 
 use std::sync::Arc;
 
-use statecopy_kernels::device::Device;
+use statecopy_kernels::device::{Device, DeviceFault};
 use statecopy_proto::RefusalCode;
 use statecopy_session::layout::DESCRIPTOR_WORDS;
 use statecopy_session::{
@@ -146,29 +146,29 @@ impl<D: Device> Lanes<D> {
             }
         }
         // Last: the stream of what was just begun waits for every step between its bell and its launch.
-        turn = turn.max(self.step(launcher, counters)?);
-        if turn < Turn::Progressed && !paused {
-            self.expect(launcher, (sessions, table));
-        }
-        Ok(turn)
+        Ok(turn.max(self.step(launcher, counters)?))
     }
 
-    /// Prepares for the oldest request of one lane, where nothing else is to be done.
-    fn expect(
+    /// Prepares for the oldest request of a lane that was not prepared for. False: there is none.
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub(super) fn expect(
         &mut self,
         launcher: &mut D::Launcher,
-        (sessions, table): (&Sessions<D>, Option<&Arc<SessionTable<D>>>),
-    ) {
+        table: Option<&Arc<SessionTable<D>>>,
+        hook_epoch: u64,
+    ) -> Result<bool, DeviceFault> {
         let lane = (self.waiting & !self.busy & !self.expected).trailing_zeros();
-        let Some(taker) = self.takers.get(index(lane)) else { return };
+        let Some(taker) = self.takers.get(index(lane)) else { return Ok(false) };
         self.expected |= 1 << lane;
         let mut words = [0; DESCRIPTOR_WORDS];
         if taker.head(&mut words).is_some()
             && let Ok(request) = CopyDescriptor::from_words(words).parse_ordered()
         {
-            let hook_epoch = sessions.look_for_hooks(launcher);
-            OrderedCopy::expect(launcher, table, &request, hook_epoch);
+            OrderedCopy::expect(launcher, table, &request, hook_epoch)?;
         }
+        Ok(true)
     }
 
     /// What was prepared for is gone.

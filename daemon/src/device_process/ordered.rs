@@ -121,16 +121,20 @@ impl<D: Device> OrderedCopy<D> {
         Ok(Self { request, running, begun, deadline })
     }
 
-    /// Prepares for a request whose bell may ring soon. It holds nothing of what the request names, which may be gone by then.
+    /// Prepares for a request whose bell may ring soon, if it could run now. Nothing of what the request names is held: it may be
+    /// gone by then.
+    ///
+    /// # Errors
+    /// When the device failed.
     pub(super) fn expect(
         launcher: &mut D::Launcher,
         table: Option<&Arc<SessionTable<D>>>,
         request: &CopyRequest,
         hook_epoch: u64,
-    ) {
-        let running = copying::Running::check(table, request, hook_epoch, MonotonicNs(0));
-        if let Ok(running) = running {
-            running.expect(launcher, request);
+    ) -> Result<(), DeviceFault> {
+        match copying::Running::check(table, request, hook_epoch, MonotonicNs(0)) {
+            Ok(running) => running.expect(launcher, request),
+            Err(_) => Ok(()),
         }
     }
 

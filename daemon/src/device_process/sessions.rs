@@ -51,7 +51,12 @@ impl<D: Device> Sessions<D> {
         if launcher.hooked() {
             self.hook_epoch.fetch_add(1, Ordering::AcqRel) + 1
         } else {
-            self.hook_epoch.load(Ordering::Acquire)
+            self.hook_epoch()
         }
+    }
+
+    /// How often a hook was seen.
+    pub(super) fn hook_epoch(&self) -> u64 {
+        self.hook_epoch.load(Ordering::Acquire)
     }
 }

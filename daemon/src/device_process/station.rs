@@ -134,6 +134,23 @@ impl<D: Device> Station<D> {
         self.streams.as_mut().map(|streams| &mut streams.graphs)
     }
 
+    /// Prepares for one copy whose bell may ring soon. False: there is none that was not prepared for.
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub(super) fn expect(
+        &mut self,
+        launcher: &mut D::Launcher,
+        sessions: &Sessions<D>,
+    ) -> Result<bool, DeviceFault> {
+        match (&mut self.streams, self.scope, self.health) {
+            (Some(streams), Scope::Session(session), Health::Sound) => {
+                streams.expect(launcher, sessions.table(session), sessions.hook_epoch())
+            }
+            _ => Ok(false),
+        }
+    }
+
     /// What the launcher had prepared for is gone.
     pub(super) fn expect_again(&mut self) {
         if let Some(streams) = &mut self.streams {

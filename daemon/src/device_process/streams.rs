@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use statecopy_kernels::device::Device;
+use statecopy_kernels::device::{Device, DeviceFault};
 use statecopy_proto::Refusal;
 use statecopy_session::SessionMemory;
 
@@ -86,6 +86,20 @@ impl<D: Device> Streams<D> {
         let graphs = self.graphs.turn(launcher, (sessions, table), counters, paused)?;
         let lanes = self.lanes.turn(launcher, (sessions, table), counters, (paused, closed))?;
         Ok(graphs.max(lanes))
+    }
+
+    /// Prepares for one copy whose bell may ring soon. False: there is none that was not prepared for.
+    ///
+    /// # Errors
+    /// When the device failed.
+    pub(super) fn expect(
+        &mut self,
+        launcher: &mut D::Launcher,
+        table: Option<&Arc<SessionTable<D>>>,
+        hook_epoch: u64,
+    ) -> Result<bool, DeviceFault> {
+        Ok(self.lanes.expect(launcher, table, hook_epoch)?
+            || self.graphs.expect(launcher, table, hook_epoch)?)
     }
 
     /// What was prepared for is gone.

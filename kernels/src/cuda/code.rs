@@ -90,7 +90,8 @@ impl Kernels {
     }
 }
 
-/// What is loaded on a device. It owns none of it.
+/// What is loaded on a device. It owns none of it. The class says which code it is: source and compiler are those of the process, and
+/// what else a configuration knows of changes no code.
 #[derive(Debug, Default)]
 pub(super) struct Loaded(Mutex<Vec<(CudaClass, Weak<Kernels>)>>);
 

@@ -4,10 +4,11 @@
 
 use super::arguments::Arguments;
 use super::context::Current;
+use super::driver::DriverError;
 use super::kernel_graphs::HeldGraph;
 use super::sys::Function;
 
-/// The most that is expected at once. A new one takes the place of the oldest.
+/// The most that is expected at once. Who comes later has no place.
 const EXPECTED_MAX: usize = 8;
 
 /// What a launch gives the device beside its stream.
@@ -30,44 +31,52 @@ struct Slot {
     graph: Option<HeldGraph>,
     grid: [u32; 2],
     arguments: Box<Arguments>,
+    /// Which one since the start it was.
+    number: u64,
 }
 
 /// Launches that may come.
 #[derive(Debug)]
 pub(super) struct Expected {
     slots: [Slot; EXPECTED_MAX],
-    oldest: usize,
+    added: u64,
 }
 
 impl Expected {
     /// None, and room for all that there may be.
     pub(super) fn none() -> Self {
-        let slot = |_| Slot { graph: None, grid: [0, 0], arguments: Box::new(Arguments::zeroed()) };
-        Self { slots: std::array::from_fn(slot), oldest: 0 }
+        let slot = |_| Slot {
+            graph: None,
+            grid: [0, 0],
+            arguments: Box::new(Arguments::zeroed()),
+            number: 0,
+        };
+        Self { slots: std::array::from_fn(slot), added: 0 }
     }
 
-    /// Expects a launch; `free` gives a graph of its kernel that nobody holds. Where there is none, it is that of another one.
+    /// Expects a launch, where there is a place; `free` gives a graph of its kernel that nobody holds.
+    ///
+    /// # Errors
+    /// What the driver says. The launch is not expected then.
     pub(super) fn add(
         &mut self,
         current: Current<'_>,
         launch: Shape<'_>,
         free: impl FnOnce() -> Option<HeldGraph>,
-    ) {
+    ) -> Result<(), DriverError> {
         if self.slots.iter().any(|slot| slot.is(&launch)) {
-            return;
+            return Ok(());
         }
-        let at = self.oldest;
-        self.slots[at].graph = None;
-        let Some(mut graph) = free().or_else(|| self.take_any(launch.function)) else { return };
+        let Some(slot) = self.slots.iter_mut().find(|slot| slot.graph.is_none()) else {
+            return Ok(());
+        };
+        let Some(mut graph) = free() else { return Ok(()) };
         // SAFETY: the graph was not launched since it is held.
-        if unsafe { graph.set(current, launch.grid, launch.arguments) }.is_err() {
-            // Its launch meets what is wrong.
-            return;
-        }
-        let slot = &mut self.slots[at];
+        unsafe { graph.set(current, launch.grid, launch.arguments) }?;
         (*slot.arguments).clone_from(launch.arguments);
-        (slot.graph, slot.grid) = (Some(graph), launch.grid);
-        self.oldest = (at + 1) % EXPECTED_MAX;
+        self.added += 1;
+        (slot.graph, slot.grid, slot.number) = (Some(graph), launch.grid, self.added);
+        Ok(())
     }
 
     /// A graph for a launch that has come: the one that expects it, else a free one, else one that expects another launch.
@@ -80,16 +89,15 @@ impl Expected {
         if let Some(graph) = expecting.and_then(|slot| slot.graph.take()) {
             return Some(Prepared { graph, is_set: true });
         }
-        let graph = free().or_else(|| self.take_any(launch.function))?;
+        let graph = free().or_else(|| self.take_newest(launch.function))?;
         Some(Prepared { graph, is_set: false })
     }
 
-    /// The graph of this kernel that has waited for the longest time.
-    fn take_any(&mut self, function: Function) -> Option<HeldGraph> {
-        let (newer, older) = self.slots.split_at_mut(self.oldest);
-        let mut slots = older.iter_mut().chain(newer);
+    /// The graph of this kernel that has waited for the shortest time: where launches come in turn, the others come sooner.
+    fn take_newest(&mut self, function: Function) -> Option<HeldGraph> {
         let of_it = |slot: &&mut Slot| slot.graph.as_ref().is_some_and(|it| it.is_of(function));
-        slots.find(of_it).and_then(|slot| slot.graph.take())
+        let newest = self.slots.iter_mut().filter(of_it).max_by_key(|slot| slot.number)?;
+        newest.graph.take()
     }
 
     /// Gives all graphs back.

@@ -117,8 +117,8 @@ impl CudaLauncher {
         })
     }
 
-    /// Checks the launch against its own sizes, and fills in the kernel's parameter. The slot has no launch under way. Gives
-    /// back how many bytes of its inputs are to be copied to the device first.
+    /// Checks the launch against its own sizes, and fills in the kernel's parameter. The slot has no launch under way, or nothing of
+    /// this launch is in private memory. Gives back how many bytes of the slot's inputs are to be copied to the device first.
     fn fill(&mut self, slot: usize, launch: &Launch<'_, CudaDevice>) -> usize {
         let layout = launch.caches.layout();
         let payload = layout.payload_bytes();
@@ -331,17 +331,21 @@ impl Launcher<CudaDevice> for CudaLauncher {
         self.begin(launch, self.streams.of(stream), (Some(copied), signal))
     }
 
-    fn expect(&mut self, launch: &Launch<'_, CudaDevice>) {
+    fn expect(&mut self, launch: &Launch<'_, CudaDevice>) -> Result<(), DeviceFault> {
         let inline = matches!(launch.flags, Flags::Inline(_)) || private_bytes(&launch.indices) > 0;
         if inline || launch.part.is_empty() {
-            return;
+            return Ok(());
         }
         // Of no slot: nothing is in private memory.
         let staged = self.fill(0, launch);
         debug_assert_eq!(staged, 0, "indices and flags lie in memory");
         let free = || launch.variants.hold_graph(launch.variant());
-        let Ok(current) = self.context.enter() else { return };
-        self.expected.add(current, shape(launch, &self.arguments), free);
+        let current = self.context.enter()?;
+        match self.expected.add(current, shape(launch, &self.arguments), free) {
+            Err(error) if self.context.faulted() => Err(error.into()),
+            // Its launch does without.
+            Ok(()) | Err(_) => Ok(()),
+        }
     }
 
     fn expect_nothing(&mut self) {

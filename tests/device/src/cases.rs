@@ -71,6 +71,7 @@ pub(crate) const CASES: &[Case] = &[
     Case::new("a_copy_of_many_launches_is_exact", copies::many_launches),
     Case::new("int32_reaches_pages_more_than_4_gib_apart", copies::far_pages),
     Case::new("a_copy_comes_after_its_streams_producer_and_before_its_consumer", order::producers),
+    Case::new("lanes_that_are_new_take_no_memory_of_the_device", order::first_launches),
     Case::new("accepted_copies_without_their_bells_hold_nobody_up", order::unrung),
     Case::new("fp32_is_copied_in_a_stream", order::fp32),
     Case::new("bf16_is_copied_in_a_stream", order::bf16),

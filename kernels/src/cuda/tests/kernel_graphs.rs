@@ -138,14 +138,20 @@ fn a_graph_whose_end_nobody_learns_of_is_never_launched_again() {
     assert_eq!(kept, [1, 2], "what may run stays, and its code");
 }
 
-/// A gather of the fourth row in a stream's order, of indices in shared memory, to the start of packed.
+/// Gathers of one row in a stream's order, to the start of packed. Index `n` of the inputs names row `n mod 10`.
 struct Ordered<'a> {
     gathering: &'a mut Gathering,
     inputs: Arc<CudaRegion>,
 }
 
-impl Ordered<'_> {
-    /// As above, of indices at another place: they name the same row.
+impl<'a> Ordered<'a> {
+    fn of(bed: &Bed, gathering: &'a mut Gathering) -> Self {
+        let inputs = Arc::new(bed.device.scratch(16 * 64).unwrap());
+        let indices = (0..64).flat_map(|at| [at % 10, 0, 0, 0]).flat_map(i32::to_le_bytes);
+        inputs.write(0, &indices.collect::<Vec<u8>>()).unwrap();
+        Self { gathering, inputs }
+    }
+
     fn with<T>(
         &mut self,
         at: u64,
@@ -156,26 +162,32 @@ impl Ordered<'_> {
     }
 
     fn expect(&mut self, at: u64) {
-        self.with(at, |launcher, launch| launcher.expect(launch));
+        self.with(at, |launcher, launch| launcher.expect(launch)).unwrap();
     }
 
     fn launch(&mut self, at: u64) -> Ticket {
         self.with(at, |launcher, launch| launcher.launch_in_order(launch, 3, None).unwrap())
     }
-}
 
-fn ordered<'a>(bed: &Bed, gathering: &'a mut Gathering) -> Ordered<'a> {
-    let inputs = Arc::new(bed.device.scratch(16 * 64).unwrap());
-    let index: Vec<u8> = [3_i32, 0, 0, 0].iter().flat_map(|it| it.to_le_bytes()).collect();
-    inputs.write(0, &index.repeat(64)).unwrap();
-    Ordered { gathering, inputs }
+    /// Waits for it, and looks at the row.
+    fn finish(&mut self, ticket: Ticket, at: u64) {
+        let Gathering { packed, layout, contents, .. } = &mut *self.gathering;
+        let (packed, bytes) = (Arc::clone(packed), layout.payload_bytes());
+        let row = usize::try_from((at % 10) * layout.page_stride_bytes()).unwrap();
+        let bytes = usize::try_from(bytes).unwrap();
+        let expected = contents[row..row + bytes].to_vec();
+        assert_eq!(self.gathering.outcome(ticket), Moved { copied: 1, masked: 0 });
+        let mut found = vec![0; bytes];
+        packed.read(0, &mut found).unwrap();
+        assert_eq!(found, expected, "row {}", at % 10);
+    }
 }
 
 #[test]
 fn what_was_expected_is_launched_by_one_call_and_what_was_not_by_two() {
     let bed = Bed::open();
     let mut gathering = Gathering::of(&bed);
-    let mut ordered = ordered(&bed, &mut gathering);
+    let mut ordered = Ordered::of(&bed, &mut gathering);
     let calls = || {
         let report = bed.report();
         [Function::cuGraphExecKernelNodeSetParams_v2, Function::cuGraphLaunch]
@@ -188,24 +200,54 @@ fn what_was_expected_is_launched_by_one_call_and_what_was_not_by_two() {
     assert_eq!(calls(), [sets + 1, launches], "nothing runs, and it is prepared for once");
     let ticket = ordered.launch(1);
     assert_eq!(calls(), [sets + 1, launches + 1]);
-    assert_eq!(ordered.gathering.outcome(ticket), Moved { copied: 1, masked: 0 });
+    ordered.finish(ticket, 1);
     let ticket = ordered.launch(1);
     assert_eq!(calls(), [sets + 2, launches + 2], "it was expected once");
-    ordered.gathering.outcome(ticket);
+    ordered.finish(ticket, 1);
     ordered.expect(1);
     let ticket = ordered.launch(2);
     assert_eq!(calls(), [sets + 4, launches + 3], "another one came");
-    ordered.gathering.outcome(ticket);
-    ordered.gathering.start_rows(1, |launcher, launch| launcher.expect(launch));
+    ordered.finish(ticket, 2);
+    ordered.gathering.start_rows(1, |launcher, launch| launcher.expect(launch)).unwrap();
     assert_eq!(calls()[0], sets + 4, "its indices come with it");
+}
+
+#[test]
+fn the_launch_that_comes_is_made_whatever_was_expected() {
+    let bed = Bed::open();
+    let mut gathering = Gathering::of(&bed);
+    let mut ordered = Ordered::of(&bed, &mut gathering);
+    for turn in 0..200 {
+        for expected in 0..turn % 7 {
+            ordered.expect((turn * 5 + expected * 3) % 64);
+        }
+        let at = (turn * 11) % 64;
+        let ticket = ordered.launch(at);
+        ordered.finish(ticket, at);
+    }
 }
 
 #[test]
 fn expectations_take_no_graph_from_a_launch_that_has_come() {
     let bed = Bed::open();
     let mut gathering = Gathering::of(&bed);
-    let mut ordered = ordered(&bed, &mut gathering);
+    let mut ordered = Ordered::of(&bed, &mut gathering);
+    let sets = || bed.report().count(Function::cuGraphExecKernelNodeSetParams_v2);
+    let before = sets();
     // Twice as many as there is room for, of one kernel with four graphs.
+    for at in 0..16 {
+        ordered.expect(at);
+    }
+    assert_eq!(sets(), before + 4, "who comes later has no place");
+    // The newest goes first, and those that come in turn are still expected.
+    let ticket = ordered.launch(30);
+    ordered.finish(ticket, 30);
+    for at in 0..3 {
+        let ticket = ordered.launch(at);
+        ordered.finish(ticket, at);
+    }
+    assert_eq!(sets(), before + 5);
+
     for at in 0..16 {
         ordered.expect(at);
     }
@@ -217,8 +259,24 @@ fn expectations_take_no_graph_from_a_launch_that_has_come() {
     for ticket in tickets {
         assert_eq!(ordered.gathering.outcome(ticket), Moved { copied: 1, masked: 0 });
     }
+    ordered.expect(1);
     let Gathering { launcher, variants, .. } = &mut gathering;
     launcher.expect_nothing();
     let held: Vec<_> = (0..5).map(|_| variants.hold_graph(GATHER)).collect();
     assert_eq!(held.iter().flatten().count(), 4, "all of them are free");
+}
+
+#[test]
+fn a_device_that_fails_while_a_launch_is_prepared_for_is_noticed() {
+    let bed = Bed::open();
+    let mut gathering = Gathering::of(&bed);
+    let mut ordered = Ordered::of(&bed, &mut gathering);
+    let set = Function::cuGraphExecKernelNodeSetParams_v2;
+    bed.stub.arm(set, no_memory());
+    ordered.expect(1);
+    let ticket = ordered.launch(1);
+    ordered.finish(ticket, 1);
+    bed.stub.arm(set, Fault::next(Act::Answer(CUresult(719))));
+    let fault = ordered.with(1, |launcher, launch| launcher.expect(launch)).unwrap_err();
+    assert!(fault.0.contains("CUDA_ERROR_LAUNCH_FAILED"), "{fault}");
 }

@@ -193,7 +193,7 @@ pub(crate) fn freed_under_the_daemon(setup: &Setup) -> Result<String> {
 }
 
 /// Free memory, once it no longer grows.
-fn steady(gpu: &Gpu) -> Result<u64> {
+pub(super) fn steady(gpu: &Gpu) -> Result<u64> {
     let mut last = gpu.free_bytes()?;
     let mut since = Instant::now();
     eventually("free memory settles", || {

@@ -6,12 +6,13 @@ use anyhow::{Context, Result, ensure};
 use statecopy_client::{DataType, Direction, Indices, PlanKind, Request};
 use statecopy_kernels::layout::CacheLayout;
 
-use crate::lanes::{Bed, Queue, ROWS, Sizes, bell_and_wait, share_words};
+use crate::lanes::{Bed, Gates, Queue, ROWS, Sizes, bell_and_wait, share_words};
 use crate::rig::{Rig, Spec, Target};
 use crate::setup::Setup;
 use crate::watch::Watch;
 
 use super::copies::both_widths;
+use super::lives::steady;
 
 /// A word that no other copy of a case has.
 pub(super) fn word(number: u64) -> u64 {
@@ -199,6 +200,36 @@ pub(crate) fn unrung(setup: &Setup) -> Result<String> {
         slowest.as_secs_f64() * 1e3,
         came.as_secs_f64() * 1e3
     ))
+}
+
+/// Lanes that are used for the first time, more than a kernel has graphs and a launcher streams: what serving takes of the device
+/// was taken before (contract: Both).
+pub(crate) fn first_launches(setup: &Setup) -> Result<String> {
+    const LANES: u64 = 40;
+    const TURNS: u64 = 10;
+    let daemon = setup.own_daemon("first-launches")?;
+    let sizes = Sizes { payload: 1_024, slots: LANES, entries: 0 };
+    let bed = Bed::new(setup, setup.client_of(daemon.socket())?, sizes)?;
+    let gates = Gates::new(&bed.worker)?;
+    let mut queues: Vec<Queue> = (0..LANES).map(|_| bed.queue()).collect::<Result<_, _>>()?;
+    // What the worker's own driver needs for streams that write and wait.
+    for (queue, slot) in queues.iter_mut().zip(0..) {
+        bed.name_row(&mut queue.stream, slot, slot.cast_signed(), Duration::ZERO)?;
+        gates.hold(&mut queue.stream, 0)?;
+        queue.wait()?;
+    }
+    let gpu = setup.gpu()?;
+    let before = steady(&gpu)?;
+    for turn in 0..TURNS {
+        let direction = if turn % 2 == 0 { Direction::Gather } else { Direction::Scatter };
+        for (queue, slot) in queues.iter_mut().zip(0..) {
+            bed.order(queue, direction, slot)?;
+        }
+    }
+    queues.iter().try_for_each(Queue::finish)?;
+    let taken = before.saturating_sub(gpu.free_bytes()?);
+    ensure!(taken == 0, "{taken} bytes of the device were taken by copies");
+    Ok(format!("{} copies on {LANES} lanes took no memory of the device", LANES * TURNS))
 }
 
 /// The first of two streams that asks is the last that rings.
