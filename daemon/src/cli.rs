@@ -118,10 +118,14 @@ fn load(flags: &Flags) -> Result<Loaded, ConfigError> {
 }
 
 fn print_config(flags: &Flags, json: bool) -> Exit {
-    let settings = match load(flags) {
-        Ok(loaded) => loaded.settings,
+    let Loaded { settings, ignored, .. } = match load(flags) {
+        Ok(loaded) => loaded,
         Err(error) => return complain(&error, Exit::Config),
     };
+    for variable in ignored {
+        let text = format!("statecopyd: warning: {variable} is no setting and is ignored\n");
+        let _ = io::stderr().write_all(text.as_bytes());
+    }
     let text = if json {
         config::to_json(&settings).map(|text| text + "\n").map_err(io::Error::other)
     } else {

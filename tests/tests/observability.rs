@@ -232,6 +232,10 @@ fn config_prints_the_effective_configuration_and_reads_it_back() {
     for line in ["drain_grace_ms = 3", "spin_us = 2", "layers_max = 7", "regions_max = 9"] {
         assert!(text.lines().any(|it| it.trim() == line), "{line}:\n{text}");
     }
+    assert!(output.stderr.is_empty(), "{:?}", String::from_utf8(output.stderr));
+    let misspelled = statecopyd(&["config"], &[("STATECOPY_SPINUS", "3")]);
+    let said = String::from_utf8(misspelled.stderr).unwrap();
+    assert!(misspelled.status.success() && said.contains("STATECOPY_SPINUS"), "{said}");
     // What it prints is a configuration file that says the same.
     let printed = folder.path().join("printed.toml");
     std::fs::write(&printed, &text).unwrap();

@@ -36,8 +36,8 @@ impl Table {
         self.rows.len() < 2
     }
 
-    /// The text, two spaces between columns. A column under a heading whose cells begin with a digit is aligned to the
-    /// right.
+    /// The text, two spaces between columns. A column under a heading whose cells are numbers, with or without a unit,
+    /// is aligned to the right.
     pub(crate) fn render(&self) -> String {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
         let cells = |at: usize| self.rows.iter().filter_map(move |row| row.get(at));
@@ -72,7 +72,8 @@ impl Table {
 }
 
 fn is_number(cell: &str) -> bool {
-    cell.starts_with(|first: char| first.is_ascii_digit())
+    // With a unit, and no sentence that begins with a number.
+    cell.starts_with(|first: char| first.is_ascii_digit()) && cell.split(' ').count() <= 2
 }
 
 /// Text as one line that a terminal only shows. Labels and names of layers are any worker's choice: what would move the
@@ -170,6 +171,15 @@ mod tests {
         assert_eq!(table.render(), expected);
         assert!(!table.is_empty());
         assert!(Table::new(["A"]).is_empty());
+    }
+
+    #[test]
+    fn sentences_that_begin_with_a_number_stand_to_the_left() {
+        let mut table = Table::new(["CHECK", "EVIDENCE"]);
+        table.row(["cpus".to_owned(), "2 may be used (quota)".to_owned()]);
+        table.row(["pages".to_owned(), "4096 bytes".to_owned()]);
+        let expected = "CHECK  EVIDENCE\ncpus   2 may be used (quota)\npages  4096 bytes\n";
+        assert_eq!(table.render(), expected);
     }
 
     #[test]

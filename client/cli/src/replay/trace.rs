@@ -17,6 +17,8 @@ pub(crate) const BLOCK_TOKENS: u64 = 512;
 /// The longest prompt and the longest answer, in tokens.
 const TOKENS_MAX: u64 = 1 << 24;
 
+/// The latest arrival: 285,000 years, so that microseconds of it and of what comes after can be counted.
+const TIMESTAMP_MAX: u64 = 1 << 53;
 /// The longest line, in bytes: a prompt of [`TOKENS_MAX`] tokens with ids of 20 digits.
 pub(crate) const LINE_BYTES_MAX: u64 = 1 << 20;
 
@@ -46,7 +48,7 @@ pub(crate) enum LineError {
     #[error("it is not the JSON object of a request: {what}, column {column}")]
     Json { what: String, column: usize },
     #[error("{field} is {given}; the limit is {limit}")]
-    TooLong { field: &'static str, given: u64, limit: u64 },
+    TooLarge { field: &'static str, given: u64, limit: u64 },
     #[error("input_length is 0; a prompt has at least one token")]
     NoPrompt,
     #[error(
@@ -88,11 +90,13 @@ impl TraceRequest {
             return Err(LineError::NotObject);
         }
         let line: Line = serde_json::from_str(text)?;
-        for (field, given) in
-            [("input_length", line.input_length), ("output_length", line.output_length)]
-        {
-            if given > TOKENS_MAX {
-                return Err(LineError::TooLong { field, given, limit: TOKENS_MAX });
+        for (field, given, limit) in [
+            ("timestamp", line.timestamp, TIMESTAMP_MAX),
+            ("input_length", line.input_length, TOKENS_MAX),
+            ("output_length", line.output_length, TOKENS_MAX),
+        ] {
+            if given > limit {
+                return Err(LineError::TooLarge { field, given, limit });
             }
         }
         if line.input_length == 0 {
@@ -162,6 +166,11 @@ mod tests {
         assert!(error("{]").ends_with("column 2") && !error("{]").contains("line"));
         assert!(error(&GOOD.replace("timestamp", "time")).contains("timestamp"));
         assert!(error(&GOOD.replace(": 3", ": -3")).contains("-3"));
+        for late in ["9007199254740993", "18446744073709551615"] {
+            let late = error(&GOOD.replace(": 3", &format!(": {late}")));
+            assert!(late.contains("timestamp is") && late.contains("limit"), "{late}");
+        }
+        assert!(TraceRequest::parse(GOOD.replace(": 3", ": 9007199254740992").as_bytes()).is_ok());
         assert!(error(&GOOD.replace("1100", "0")).contains("input_length is 0"));
         assert!(error(&GOOD.replace("1100", "1e3")).contains("1000"));
         assert!(error(&GOOD.replace("1100", "99999999999")).contains("the limit is 16777216"));
