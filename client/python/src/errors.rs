@@ -92,13 +92,14 @@ pub(crate) fn argument(
     message: &str,
 ) -> PyErr {
     let remedy = code.map_or("Correct the argument named here.", RefusalCode::remedy);
-    wrong(py, about, code, message, remedy)
+    refused(py, Some("ArgumentError"), (about, code), message, remedy)
 }
 
 /// A tensor of another device than the plan's layers.
 pub(crate) fn elsewhere(py: Python<'_>, about: &str, message: &str) -> PyErr {
     let remedy = "Move the tensor to the device of the state.";
-    wrong(py, about, Some(RefusalCode::DeviceNotVisible), message, remedy)
+    let code = Some(RefusalCode::DeviceNotVisible);
+    refused(py, Some("ArgumentError"), (about, code), message, remedy)
 }
 
 /// An argument as the failure that its code names, with a remedy of its own.
@@ -109,21 +110,20 @@ pub(crate) fn argument_remedied(
     message: &str,
     remedy: &str,
 ) -> PyErr {
-    let message = format!("{about}: {message}");
     let family = code.is_none().then_some("ArgumentError");
-    let (leaves, about) = (Leaves::NothingMoved, Some(about));
-    Failed { family, code, message: &message, remedy, leaves, about }.make(py)
+    refused(py, family, (about, code), message, remedy)
 }
 
-fn wrong(
+/// What this side refuses: nothing moved.
+fn refused(
     py: Python<'_>,
-    about: &str,
-    code: Option<RefusalCode>,
+    family: Option<&'static str>,
+    (about, code): (&str, Option<RefusalCode>),
     message: &str,
     remedy: &str,
 ) -> PyErr {
     let message = format!("{about}: {message}");
-    let (family, leaves, about) = (Some("ArgumentError"), Leaves::NothingMoved, Some(about));
+    let (leaves, about) = (Leaves::NothingMoved, Some(about));
     Failed { family, code, message: &message, remedy, leaves, about }.make(py)
 }
 

@@ -275,20 +275,22 @@ impl<D: Device> Executor<D> {
 
     /// Prepares for one copy whose bell may ring soon.
     fn expect(&mut self) {
-        let Self { stations, launcher, sessions, .. } = self;
-        // What was sealed before a hook is refused: by the next request that looks for it.
-        let mut expected = !launcher.hooked();
-        if expected {
-            let one = stations.iter_mut().find_map(|(station, _)| {
-                let expected = station.expect(launcher, sessions);
-                (expected != Ok(false)).then_some(expected)
-            });
-            match one.transpose() {
-                Ok(one) => expected = one.is_some(),
+        let Self { stations, launcher, sessions, may_expect, .. } = self;
+        *may_expect = false;
+        if launcher.hooked() {
+            // What was sealed before it is refused: by the next request that looks for it.
+            return;
+        }
+        for (station, _) in stations {
+            match station.expect(launcher, sessions) {
+                Ok(false) => {}
+                Ok(true) => {
+                    *may_expect = true;
+                    return;
+                }
                 Err(fault) => self.give_up(&fault),
             }
         }
-        self.may_expect = expected;
     }
 
     /// The device failed: answers what it was given, says so, and ends the process. The supervisor starts the next one.

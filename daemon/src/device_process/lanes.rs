@@ -7,7 +7,8 @@
 //!
 //! Nothing of a request is given to the device before its bell: a stream that waited there would hold up other lanes, launches and
 //! frees. So an accepted request is a number in the session memory and nothing else; whoever dies, or changes what it names, is
-//! noticed at the bell. A request is checked when it comes and at its bell, each time as a private copy; what is prepared in between is only time.
+//! noticed at the bell. A request is checked when it comes and at its bell, each time as a private copy; what is prepared in
+//! between is only time.
 
 use std::sync::Arc;
 

@@ -1,5 +1,6 @@
 //! Machine code on the device: one module for each class of kernels, shared by all variants of that class.
 
+use std::ffi::CStr;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use statecopy_proto::{Direction, IndexWidth, Refusal, RefusalCode};
@@ -120,7 +121,7 @@ impl Loaded {
 }
 
 /// The name of a variant's kernel in the source.
-fn entry_point(variant: Variant) -> &'static std::ffi::CStr {
+fn entry_point(variant: Variant) -> &'static CStr {
     match variant {
         Variant::Fused(Direction::Gather, IndexWidth::Int32) => c"gather_int32",
         Variant::Fused(Direction::Gather, IndexWidth::Int64) => c"gather_int64",

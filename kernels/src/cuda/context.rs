@@ -1,9 +1,9 @@
 //! A device's context, and the calls that need one.
 //!
 //! The driver keeps a current context for each thread. [`Context::enter`] makes ours the current one, once a thread, and gives
-//! a [`Current`] as the proof: what needs a context is a method of it (`memory_calls`, `stream_calls` and others). A guest in a thread of somebody else uses
-//! [`Context::visit`], which puts things back. Statuses become results here; owners with a `Drop` stand in the files that
-//! know what the memory is for.
+//! a [`Current`] as the proof: what needs a context is a method of it (`memory_calls`, `stream_calls` and others). A guest in a
+//! thread of somebody else uses [`Context::visit`], which puts things back. Statuses become results here; owners with a
+//! `Drop` stand in the files that know what the memory is for.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
