@@ -24,6 +24,7 @@ mod fault;
 mod graph_calls;
 mod guest;
 mod kernel_graphs;
+mod known_rows;
 mod launcher;
 mod library;
 mod management;
@@ -36,6 +37,7 @@ mod registered;
 mod selector;
 pub mod store;
 mod stream_calls;
+mod streams;
 mod sys;
 mod variants;
 mod words;
@@ -63,7 +65,7 @@ use self::memory::LegacyHandles;
 use self::probe::ProbedContext;
 use self::store::{Artifacts, StoreError};
 use self::sys::device_attribute;
-use self::words::Words;
+use self::words::Extent;
 use crate::device::{Announced, Configuration, Device, DeviceDescription, Footprint, words_in};
 use crate::environment::{self, Environment};
 use crate::guard::{Door, ServingGuard};
@@ -204,6 +206,11 @@ impl CudaDevice {
         Arch::of_capability(self.capability.0, self.capability.1)
     }
 
+    fn make_launcher(&self, extent: Extent) -> Result<CudaLauncher, DriverError> {
+        self.options.guard.enter(Door::DeviceAllocator);
+        CudaLauncher::create(&self.context, extent)
+    }
+
     fn environment(&self) -> Environment {
         self.options.guard.enter(Door::Environment);
         Environment::read()
@@ -214,8 +221,9 @@ impl CudaDevice {
 /// machine has so much.
 #[must_use]
 pub fn own_memory(selected_max: u64) -> Option<Footprint> {
-    let tables = ARENA_BYTES.checked_add(Words::staging_bytes(selected_max)?)?;
-    let words = u64::try_from(Words::bytes(selected_max)?).ok()?;
+    let extent = Extent::serving(selected_max);
+    let tables = ARENA_BYTES.checked_add(extent.staging_bytes()?)?;
+    let words = u64::try_from(extent.word_bytes()?).ok()?;
     Some(Footprint { context: 0, tables, words })
 }
 
@@ -329,13 +337,19 @@ impl Device for CudaDevice {
     }
 
     fn launcher(&self) -> Result<CudaLauncher, Refusal> {
-        self.options.guard.enter(Door::DeviceAllocator);
-        CudaLauncher::create(&self.context, self.options.selected_max).map_err(|error| {
+        self.make_launcher(Extent::serving(self.options.selected_max)).map_err(|error| {
             let what = format!(
-                "The launcher's stream and its memory ({} bytes pinned, {} of the device with the tables) were not made",
+                "The launcher's streams and its memory ({} bytes pinned, {} of the device with the tables) were not made",
                 self.footprint.words, self.footprint.tables
             );
             error.refusal(RefusalCode::PrepareFailed, &what)
+        })
+    }
+
+    fn trial_launcher(&self) -> Result<CudaLauncher, Refusal> {
+        self.make_launcher(Extent::TRIAL).map_err(|error| {
+            let what = "What runs the variants once was not made";
+            error.refusal(RefusalCode::PrepareFailed, what)
         })
     }
 }

@@ -12,7 +12,7 @@ use statecopy_client::{
     Request, Slice, StreamLane, Strides,
 };
 use statecopy_kernels::cuda::{CudaMemory, CudaSelector, GuestWords, WordOp, WorkerStream};
-use statecopy_stub_cuda::{Function, Object, StubDevice, Whose};
+use statecopy_stub_cuda::{Function, Object, ProcessReport, StubDevice, Whose};
 use statecopy_tests::{CudaBed, CudaWorker, Daemon, PATIENCE, PIECES, random_bytes, until};
 
 const ROWS: u64 = 4;
@@ -32,6 +32,10 @@ struct Worker {
 
 impl Worker {
     fn new(bed: &CudaBed, daemon: &Daemon) -> Self {
+        Self::of(bed, daemon, DataType::Float32)
+    }
+
+    fn of(bed: &CudaBed, daemon: &Daemon, dtype: DataType) -> Self {
         let client = bed.client(daemon);
         let memory = |bytes: &[u8]| {
             let memory = bed.allocate(bytes.len() as u64, PIECES);
@@ -47,9 +51,9 @@ impl Worker {
         let (inputs, inputs_at) = memory(&named);
         let layer = Layer {
             name: "layers.0".to_owned(),
-            dtype: DataType::Float32,
-            shape: [ROWS, 1, 1, PAYLOAD / 4],
-            strides: Strides::PageStride(PAYLOAD / 4),
+            dtype,
+            shape: [ROWS, 1, 1, PAYLOAD / dtype.item_bytes()],
+            strides: Strides::PageStride(PAYLOAD / dtype.item_bytes()),
             region: cache_at.region,
             offset_bytes: cache_at.offset,
             max_selected: 1,
@@ -269,4 +273,34 @@ fn a_copy_that_was_prepared_for_reaches_what_its_layer_is_bound_to_at_the_bell()
         let report = bed.report(device);
         [Object::Executable, Object::Module].map(|object| report.live(object)) == [0, 0]
     });
+}
+
+/// Bytes that the driver may be asked to pin or allocate at once while others are served. It makes their launches wait meanwhile:
+/// for 6 ms where it pins 11 MiB, for 0.1 ms where it allocates one (H200).
+const AT_ONCE_BYTES: u64 = 1 << 20;
+
+#[test]
+fn kernels_of_a_new_class_are_tried_beside_others_without_large_calls_of_the_driver() {
+    let bed = CudaBed::over(&[StubDevice::default()]);
+    let daemon = bed.daemon().start();
+    let device = daemon.device_process();
+    let _served = Worker::new(&bed, &daemon);
+    for dtype in [DataType::BFloat16, DataType::Float16, DataType::Int8, DataType::Float64] {
+        let before = bed.report(device);
+        let worker = Worker::of(&bed, &daemon, dtype);
+        let after = bed.report(device);
+        let loaded = |report: &ProcessReport| report.count(Function::cuModuleLoadData);
+        assert_eq!(loaded(&after), loaded(&before) + 1, "{dtype} has a class of its own");
+        let calls = &after.calls[before.calls.len()..];
+        let bytes_of = |function| {
+            let calls = calls.iter().filter(move |call| call.function == function);
+            calls.map(|call| call.arguments[1])
+        };
+        let pinned: Vec<u64> = bytes_of(Function::cuMemHostAlloc).collect();
+        assert!(!pinned.is_empty(), "{dtype}: the variants were run");
+        let all = pinned.into_iter().chain(bytes_of(Function::cuMemAlloc_v2));
+        let all: Vec<u64> = all.chain(bytes_of(Function::cuMemHostRegister_v2)).collect();
+        assert!(all.iter().all(|bytes| *bytes <= AT_ONCE_BYTES), "{dtype}: {all:?}");
+        drop(worker);
+    }
 }

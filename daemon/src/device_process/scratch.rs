@@ -30,7 +30,7 @@ pub(super) fn run_every_variant<D: Device>(
         .place(u64::from(signature.base_mod_16()), packed_at)
         .map_err(|error| error.to_refusal("scratch"))?;
     let caches = device.bind(&[(Arc::clone(&scratch), placement)])?;
-    let mut launcher = device.launcher()?;
+    let mut launcher = device.trial_launcher()?;
     for direction in Direction::ALL {
         for width in IndexWidth::ALL {
             let packed = Slice::new(&scratch, packed_at, payload)

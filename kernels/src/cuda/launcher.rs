@@ -19,12 +19,13 @@ use super::context::Context;
 use super::driver::DriverError;
 use super::expected::{Expected, Prepared, Shape};
 use super::kernel_graphs::HeldGraph;
+use super::known_rows::known_copied;
 use super::memory::CudaRegion;
+use super::streams::Streams;
 use super::sys::{self, Stream, StreamMemOp};
-use super::words::{TICKETS_MAX, Words};
+use super::words::{Extent, TICKETS_MAX, Words};
 use crate::device::{
-    DeviceFault, Flags, Indices, Launch, Launcher, Moved, Region as _, STREAMS, Signal, Slice,
-    Ticket,
+    DeviceFault, Flags, Indices, Launch, Launcher, Moved, Region as _, Signal, Slice, Ticket,
 };
 use crate::hooks;
 use crate::signature::ALIGNMENT_BYTES;
@@ -55,38 +56,6 @@ pub struct CudaLauncher {
     issued: u64,
 }
 
-/// Streams of the highest priority. The one of launches without an order comes last.
-#[derive(Debug)]
-struct Streams([Stream; STREAMS as usize + 1]);
-
-impl Streams {
-    fn create(context: &Context) -> Result<Self, DriverError> {
-        let current = context.enter()?;
-        let mut streams = [Stream(0); STREAMS as usize + 1];
-        for made in 0..streams.len() {
-            match current.create_stream() {
-                Ok(stream) => streams[made] = stream,
-                Err(error) => {
-                    for stream in &streams[..made] {
-                        // SAFETY: the stream was created above and never used.
-                        let _ended = unsafe { current.destroy_stream(*stream) };
-                    }
-                    return Err(error);
-                }
-            }
-        }
-        Ok(Self(streams))
-    }
-
-    fn unordered(&self) -> Stream {
-        self.0[STREAMS as usize]
-    }
-
-    fn of(&self, number: u32) -> Stream {
-        self.0[(number % STREAMS) as usize]
-    }
-}
-
 /// A launch that was not answered yet.
 #[derive(Debug)]
 struct UnderWay {
@@ -103,9 +72,9 @@ struct UnderWay {
 }
 
 impl CudaLauncher {
-    pub(super) fn create(context: &Arc<Context>, selected_max: u64) -> Result<Self, DriverError> {
-        let words = Words::allocate(context, selected_max)?;
-        let streams = Streams::create(context)?;
+    pub(super) fn create(context: &Arc<Context>, extent: Extent) -> Result<Self, DriverError> {
+        let words = Words::allocate(context, extent)?;
+        let streams = Streams::create(context, extent.orders)?;
         Ok(Self {
             context: Arc::clone(context),
             streams,
@@ -205,11 +174,11 @@ impl CudaLauncher {
         let variant = launch.variant();
         let staged = self.fill(slot, launch);
         hooks::at_launch(variant);
+        let rows = launch.part.end - launch.part.start;
         if copied.is_none() {
             self.arguments.shape |= SHAPE_ROW_STATES;
-            self.arguments.row_states = self.words.states_address(slot);
+            self.arguments.row_states = self.words.states_address(slot, rows);
         }
-        let rows = launch.part.end - launch.part.start;
         if rows == 0 {
             return Ok((0, None));
         }
@@ -394,7 +363,7 @@ impl Drop for CudaLauncher {
     fn drop(&mut self) {
         let all_idle = || {
             let current = self.context.enter()?;
-            self.streams.0.iter().try_fold(true, |idle, stream| {
+            self.streams.all().iter().try_fold(true, |idle, stream| {
                 // SAFETY: the stream is ours.
                 Ok(idle && unsafe { current.is_idle(*stream) }?)
             })
@@ -406,9 +375,9 @@ impl Drop for CudaLauncher {
             slots.filter_map(|under_way| under_way.graph).for_each(mem::forget);
             return;
         }
-        for stream in self.streams.0 {
+        for stream in self.streams.all() {
             // SAFETY: the stream is ours, and this is its end.
-            self.context.give_back(|current| unsafe { current.destroy_stream(stream) });
+            self.context.give_back(|current| unsafe { current.destroy_stream(*stream) });
         }
     }
 }
@@ -514,65 +483,5 @@ fn copy_indices<R>(indices: &Indices<'_, R>, into: &mut [u8]) {
             }
         }
         Indices::Shared(..) => {}
-    }
-}
-
-/// How many rows of a part are copied, where indices and flags are in private memory: the device decides by the same values.
-fn known_copied(launch: &Launch<'_, CudaDevice>) -> Option<u64> {
-    let rows = launch.caches.layout().rows();
-    let flags = match (launch.direction, &launch.flags) {
-        (Direction::Scatter, _) | (Direction::Gather, Flags::None) => None,
-        (Direction::Gather, Flags::Inline(private)) => Some(*private),
-        (Direction::Gather, Flags::Shared(_)) => return None,
-    };
-    let wanted = |at: usize| flags.is_none_or(|flags| flags[at] != 0);
-    let is_row = |index: i64| u64::try_from(index).is_ok_and(|row| row < rows);
-    let part = (launch.part.start, launch.part.end);
-    match launch.indices {
-        Indices::Int32(indices) => Some(count_in_part(part, launch.selected, |at| {
-            wanted(at) && is_row(indices[at].into())
-        })),
-        Indices::Int64(indices) => {
-            Some(count_in_part(part, launch.selected, |at| wanted(at) && is_row(indices[at])))
-        }
-        Indices::Shared(..) => None,
-    }
-}
-
-/// How many rows `r` of the part have `counts(r % selected)`. Looks at each selected row once, however many layers there are.
-fn count_in_part((start, end): (u64, u64), selected: u64, counts: impl Fn(usize) -> bool) -> u64 {
-    if start == end {
-        return 0;
-    }
-    let (mut whole, mut before_start, mut before_end) = (0_u64, 0_u64, 0_u64);
-    for (at, number) in (0..selected).enumerate() {
-        let one = u64::from(counts(at));
-        whole += one;
-        before_start += if number < start % selected { one } else { 0 };
-        before_end += if number < end % selected { one } else { 0 };
-    }
-    whole * (end / selected - start / selected) + before_end - before_start
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rows_of_a_part_are_counted_as_one_by_one() {
-        for selected in 1..7_u64 {
-            for pattern in 0..1_u32 << selected {
-                let counts = |at: usize| pattern >> at & 1 == 1;
-                for start in 0..=3 * selected {
-                    for end in start..=3 * selected {
-                        let expected = (start..end)
-                            .filter(|row| counts(usize::try_from(row % selected).unwrap()))
-                            .count() as u64;
-                        assert_eq!(count_in_part((start, end), selected, counts), expected);
-                    }
-                }
-            }
-        }
-        assert_eq!(count_in_part((0, 0), 0, |_| true), 0);
     }
 }

@@ -14,19 +14,61 @@ use super::context::{Context, Current};
 use super::driver::DriverError;
 use super::memory::DeviceMemory;
 use super::sys::Stream;
+use crate::device::STREAMS;
 use crate::sync::{AtomicU64, Ordering};
 
 /// Launches that may be under way at once.
 pub const TICKETS_MAX: usize = 64;
 /// A done word has a line of its own, so that polling one does not slow the write of another.
 const DONE_BYTES: usize = 128;
-/// One byte a row of a launch.
-#[expect(clippy::cast_possible_truncation, reason = "a constant that fits every word")]
-const STATE_BYTES: usize = ROWS_PER_LAUNCH_MAX as usize;
 /// Every part begins at a multiple of it.
 const ALIGNMENT: usize = 128;
 /// An index and a flag.
 const INPUT_BYTES: usize = 9;
+
+/// What a launcher can do, which is what it takes.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Extent {
+    /// Rows that a launch selects at most.
+    selected_max: u64,
+    /// Rows that a launch has at most.
+    rows_max: u64,
+    /// Streams for launches in an order.
+    pub(super) orders: u32,
+}
+
+impl Extent {
+    /// Serves requests of that many selected rows.
+    pub(super) fn serving(selected_max: u64) -> Self {
+        Self { selected_max, rows_max: ROWS_PER_LAUNCH_MAX, orders: STREAMS }
+    }
+
+    /// Runs kernels once, beside others that serve. To pin and to free the memory of a serving one keeps their launches waiting
+    /// for 6 ms (H200): the driver makes one wait for the other.
+    pub(super) const TRIAL: Self = Self { selected_max: 1, rows_max: 1, orders: 0 };
+
+    /// Bytes that the words of one launcher take of the host's memory.
+    pub(super) fn word_bytes(self) -> Option<usize> {
+        let slot = DONE_BYTES.checked_add(self.state_bytes()?)?.checked_add(self.input_bytes()?)?;
+        TICKETS_MAX.checked_mul(slot)
+    }
+
+    /// Bytes that they take of the device's.
+    pub(super) fn staging_bytes(self) -> Option<u64> {
+        let bytes = self.input_bytes()?.checked_mul(TICKETS_MAX)?;
+        u64::try_from(bytes.max(ALIGNMENT)).ok()
+    }
+
+    /// One byte a row of a launch.
+    fn state_bytes(self) -> Option<usize> {
+        usize::try_from(self.rows_max).ok()?.checked_next_multiple_of(ALIGNMENT)
+    }
+
+    fn input_bytes(self) -> Option<usize> {
+        let selected = usize::try_from(self.selected_max).ok()?;
+        selected.checked_mul(INPUT_BYTES)?.checked_next_multiple_of(ALIGNMENT)
+    }
+}
 
 /// The words of one launcher.
 #[derive(Debug)]
@@ -35,6 +77,7 @@ pub(super) struct Words {
     memory: NonNull<u8>,
     /// Where inputs are on the device, slot by slot.
     staging: ManuallyDrop<DeviceMemory>,
+    state_bytes: usize,
     input_bytes: usize,
     /// Whether the device may still write them.
     abandoned: bool,
@@ -44,29 +87,13 @@ pub(super) struct Words {
 unsafe impl Send for Words {}
 
 impl Words {
-    /// Bytes that the words of one launcher take of the host's memory.
-    pub(super) fn bytes(selected_max: u64) -> Option<usize> {
-        let inputs = Self::input_bytes(selected_max)?;
-        TICKETS_MAX.checked_mul((DONE_BYTES + STATE_BYTES).checked_add(inputs)?)
-    }
-
-    /// Bytes that they take of the device's.
-    pub(super) fn staging_bytes(selected_max: u64) -> Option<u64> {
-        let bytes = Self::input_bytes(selected_max)?.checked_mul(TICKETS_MAX)?;
-        u64::try_from(bytes.max(ALIGNMENT)).ok()
-    }
-
-    fn input_bytes(selected_max: u64) -> Option<usize> {
-        let selected = usize::try_from(selected_max).ok()?;
-        selected.checked_mul(INPUT_BYTES)?.checked_next_multiple_of(ALIGNMENT)
-    }
-
-    /// Allocates them, no word done, for requests of at most `selected_max` rows.
-    pub(super) fn allocate(context: &Arc<Context>, selected_max: u64) -> Result<Self, DriverError> {
-        let sizes = Self::input_bytes(selected_max).zip(Self::bytes(selected_max));
-        let (input_bytes, bytes) = sizes.expect("selected_max is a bounded setting");
-        let staging = Self::staging_bytes(selected_max).expect("selected_max is a bounded setting");
-        let staging = DeviceMemory::zeroed(context, staging)?;
+    /// Allocates them, no word done.
+    pub(super) fn allocate(context: &Arc<Context>, extent: Extent) -> Result<Self, DriverError> {
+        let bounded = "selected_max is a bounded setting";
+        let bytes = extent.word_bytes().expect(bounded);
+        let (state_bytes, input_bytes) =
+            extent.state_bytes().zip(extent.input_bytes()).expect(bounded);
+        let staging = DeviceMemory::zeroed(context, extent.staging_bytes().expect(bounded))?;
         let memory = context.enter()?.allocate_host(bytes)?;
         // SAFETY: the done words lie at the start of the allocation, and nobody else knows of it yet. The rest is memory that
         // the driver made, which holds whatever it holds.
@@ -75,6 +102,7 @@ impl Words {
             context: Arc::clone(context),
             memory,
             staging: ManuallyDrop::new(staging),
+            state_bytes,
             input_bytes,
             abandoned: false,
         })
@@ -105,26 +133,28 @@ impl Words {
         word.load(Ordering::Acquire)
     }
 
-    fn states_at(slot: usize) -> usize {
-        TICKETS_MAX * DONE_BYTES + slot * STATE_BYTES
+    fn states_at(&self, slot: usize) -> usize {
+        TICKETS_MAX * DONE_BYTES + slot * self.state_bytes
     }
 
-    pub(super) fn states_address(&self, slot: usize) -> u64 {
-        self.address(Self::states_at(slot))
+    /// Where the states of a launch of so many rows go.
+    pub(super) fn states_address(&self, slot: usize, rows: u64) -> u64 {
+        assert!(rows <= self.state_bytes as u64, "A row has a state");
+        self.address(self.states_at(slot))
     }
 
     /// How many of the first `rows` states are 1. The launch of the slot is done.
     pub(super) fn copied(&self, slot: usize, rows: usize) -> u64 {
-        assert!(slot < TICKETS_MAX && rows <= STATE_BYTES, "A slot has a state for each row");
+        assert!(slot < TICKETS_MAX && rows <= self.state_bytes, "A slot has a state for each row");
         // SAFETY: they lie in the allocation.
-        let states = unsafe { self.memory.add(Self::states_at(slot)) };
+        let states = unsafe { self.memory.add(self.states_at(slot)) };
         // SAFETY: the bytes are initialised, and nobody writes them: the launch is done, the next one of the slot not begun.
         let states = unsafe { slice::from_raw_parts(states.as_ptr(), rows) };
         states.iter().map(|state| u64::from(*state)).sum()
     }
 
     fn inputs_at(&self, slot: usize) -> usize {
-        TICKETS_MAX * (DONE_BYTES + STATE_BYTES) + slot * self.input_bytes
+        TICKETS_MAX * (DONE_BYTES + self.state_bytes) + slot * self.input_bytes
     }
 
     /// Where the device reads the inputs of a slot, once they are copied there.

@@ -73,6 +73,7 @@ pub(crate) const CASES: &[Case] = &[
     Case::new("a_copy_comes_after_its_streams_producer_and_before_its_consumer", order::producers),
     Case::new("lanes_that_are_new_take_no_memory_of_the_device", order::first_launches),
     Case::new("accepted_copies_without_their_bells_hold_nobody_up", order::unrung),
+    Case::new("copies_go_on_while_kernels_of_others_come_and_go", order::new_classes),
     Case::new("fp32_is_copied_in_a_stream", order::fp32),
     Case::new("bf16_is_copied_in_a_stream", order::bf16),
     Case::new("fp16_is_copied_in_a_stream", order::fp16),

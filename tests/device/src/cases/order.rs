@@ -1,8 +1,9 @@
 //! Copies in the order of a worker's streams.
 
+use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use statecopy_client::{DataType, Direction, Indices, PlanKind, Request};
 use statecopy_kernels::layout::CacheLayout;
 
@@ -230,6 +231,56 @@ pub(crate) fn first_launches(setup: &Setup) -> Result<String> {
     let taken = before.saturating_sub(gpu.free_bytes()?);
     ensure!(taken == 0, "{taken} bytes of the device were taken by copies");
     Ok(format!("{} copies on {LANES} lanes took no memory of the device", LANES * TURNS))
+}
+
+/// Copies one after another, while sessions come whose kernels nobody else has, copy and go.
+pub(crate) fn new_classes(setup: &Setup) -> Result<String> {
+    let turns = setup.size(20, 2);
+    let daemon = setup.own_daemon("new-classes")?;
+    let sizes = Sizes { payload: 1_024, slots: ROWS, entries: 0 };
+    let bed = Bed::new(setup, setup.client_of(daemon.socket())?, sizes)?;
+    let rows = bed.fill_cache(5)?;
+    bed.clear_packed()?;
+    let mut queue = bed.queue()?;
+    let gpu = setup.gpu()?;
+    let come_and_go = || {
+        for _ in 0..turns {
+            for dtype in [DataType::BFloat16, DataType::Float16, DataType::Int8, DataType::Float64]
+            {
+                let layout = CacheLayout::with_page_stride(dtype, [8, 2, 16, 16], 512)?;
+                let client = setup.client_of(daemon.socket())?;
+                Rig::new(client, &gpu, &Spec::of(layout, 4))?.serves(1)?;
+            }
+        }
+        anyhow::Ok(())
+    };
+    let mut took = Vec::new();
+    thread::scope(|scope| {
+        let others = scope.spawn(come_and_go);
+        for slot in (0..ROWS).cycle() {
+            let asked = Instant::now();
+            bed.order(&mut queue, Direction::Gather, slot)?;
+            queue.finish()?;
+            took.push(asked.elapsed());
+            if others.is_finished() {
+                break;
+            }
+        }
+        others.join().map_err(|_| anyhow!("the others panicked"))?
+    })?;
+    for (slot, row) in (0..took.len().min(rows.len()) as u64).zip(&rows) {
+        ensure!(bed.read_slot(slot)? == *row, "slot {slot} does not hold its row");
+    }
+    took.sort();
+    let at = |part: usize| took[(took.len() - 1) * part / 1_000].as_secs_f64() * 1e6;
+    Ok(format!(
+        "{} copies while {} sessions came and went: median {:.0} us, 99.9 % within {:.0} us, all within {:.0} us",
+        took.len(),
+        turns * 4,
+        at(500),
+        at(999),
+        at(1_000)
+    ))
 }
 
 /// The first of two streams that asks is the last that rings.
