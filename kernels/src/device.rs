@@ -215,14 +215,12 @@ pub trait Device: fmt::Debug + Send + Sync + Sized + 'static {
     /// PREPARE_FAILED when it cannot be made.
     fn launcher(&self) -> Result<Self::Launcher, Refusal>;
 
-    /// The same for prepare, which launches one row at a time, in no order: made and dropped while others are served, so it takes
-    /// little.
+    /// The same for prepare, which launches one row at a time, in no order, with indices and flags in private memory. It is made
+    /// while others are served, and takes little.
     ///
     /// # Errors
     /// PREPARE_FAILED when it cannot be made.
-    fn trial_launcher(&self) -> Result<Self::Launcher, Refusal> {
-        self.launcher()
-    }
+    fn trial_launcher(&self) -> Result<Self::Launcher, Refusal>;
 }
 
 /// Checks that layers make a binding or a binding set: of one signature, each inside its region. Gives their layout.

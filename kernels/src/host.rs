@@ -116,6 +116,14 @@ impl HostDevice {
         import.of([Piece { bytes, buffer: 0, handle: PieceHandle::Descriptor(descriptor) }])
     }
 
+    fn launcher_of(&self, helpers: usize) -> Result<HostLauncher, Refusal> {
+        let crew = Crew::start(helpers, Sharing::MEASURED).map_err(|error| {
+            let sentence = format!("A copying thread of the host device did not start: {error}");
+            Refusal::new(RefusalCode::PrepareFailed, sentence)
+        })?;
+        Ok(HostLauncher::new(crew, self.streaming))
+    }
+
     fn environment(&self) -> Environment {
         self.options.guard.enter(Door::Environment);
         Environment::read()
@@ -184,10 +192,10 @@ impl Device for HostDevice {
             1 => 0,
             _ => self.options.copy_threads.get() - 1,
         };
-        let crew = Crew::start(helpers, Sharing::MEASURED).map_err(|error| {
-            let sentence = format!("A copying thread of the host device did not start: {error}");
-            Refusal::new(RefusalCode::PrepareFailed, sentence)
-        })?;
-        Ok(HostLauncher::new(crew, self.streaming))
+        self.launcher_of(helpers)
+    }
+
+    fn trial_launcher(&self) -> Result<HostLauncher, Refusal> {
+        self.launcher_of(0)
     }
 }

@@ -26,7 +26,7 @@ use crate::record::{
 };
 
 use super::compiled::{CompiledTable, Tables};
-use super::scratch;
+use super::scratch::Trials;
 use super::table::{Bound, Regions, Target, Targets, Terms, awake};
 
 /// Layers whose variants exist and ran once.
@@ -70,7 +70,7 @@ pub(super) enum Absent {
 /// HOOK_PRESENT, PREPARE_FAILED; the subject is the layer.
 pub(super) fn prepare<D: Device>(
     device: &D,
-    tables: &mut Tables<D>,
+    (tables, trials): (&mut Tables<D>, &mut Trials<D>),
     registration: RegistrationRecord,
     progress: &mut dyn FnMut(Progress),
 ) -> Result<Prepared<D>, Refusal> {
@@ -80,7 +80,7 @@ pub(super) fn prepare<D: Device>(
     let mut layers = Vec::with_capacity(registration.layers.len());
     for (done, layer) in (0..total).zip(registration.layers) {
         progress(Progress { stage: Stage::Preparing, layers_done: done, layers_total: total });
-        let table = prepare_layer(device, tables, &snapshot, &layer)
+        let table = prepare_layer(device, (&mut *tables, &mut *trials), &snapshot, &layer)
             .map_err(|refusal| name_layer(&refusal, &layer.name))?;
         layers.push((layer, table));
     }
@@ -90,7 +90,7 @@ pub(super) fn prepare<D: Device>(
 
 fn prepare_layer<D: Device>(
     device: &D,
-    tables: &mut Tables<D>,
+    (tables, trials): (&mut Tables<D>, &mut Trials<D>),
     snapshot: &Configuration,
     layer: &LayerRecord,
 ) -> Result<Arc<CompiledTable<D>>, Refusal> {
@@ -103,7 +103,7 @@ fn prepare_layer<D: Device>(
         return Ok(table);
     }
     let variants = device.compile(&KernelClass::of(kind, &signature))?;
-    scratch::run_every_variant(device, kind, &variants, &signature)?;
+    trials.run_every_variant(device, kind, &variants, &signature)?;
     let table = Arc::new(CompiledTable::new(kind, signature, variants, snapshot.clone()));
     tables.remember(&table);
     Ok(table)

@@ -22,6 +22,7 @@ use super::commands::ExecutorHandle;
 use super::compiled::{CompiledTable, Tables};
 use super::counts::RingCounts;
 use super::plans::{self, Absent, Published, bind_awake};
+use super::scratch::Trials;
 use super::streams::Streams;
 use super::table::{Bound, Regions, SessionTable, Targets, Terms, awake, selected_max};
 
@@ -62,6 +63,7 @@ pub(super) struct Preparer<D: Device> {
     guard: Arc<ServingGuard>,
     executor: ExecutorHandle<D>,
     tables: Tables<D>,
+    trials: Trials<D>,
     sessions: HashMap<SessionId, Session<D>>,
     mappings: HashMap<AllocationId, Weak<D::Region>>,
     /// The region that is being mapped. Dropped with a piece that is refused, so that nothing of it stays.
@@ -81,6 +83,7 @@ impl<D: Device> Preparer<D> {
             guard,
             executor,
             tables: Tables::default(),
+            trials: Trials::default(),
             sessions: HashMap::new(),
             mappings: HashMap::new(),
             importing: None,
@@ -212,7 +215,12 @@ impl<D: Device> Preparer<D> {
         progress: &mut dyn FnMut(Progress),
         absent: Absent,
     ) -> Result<Vec<PublishedBinding>, Refusal> {
-        let prepared = plans::prepare(&*self.device, &mut self.tables, registration, progress)?;
+        let prepared = plans::prepare(
+            &*self.device,
+            (&mut self.tables, &mut self.trials),
+            registration,
+            progress,
+        )?;
         let sealed = prepared.seal(&*self.device, progress)?;
         let total = u32::try_from(sealed.layers()).unwrap_or(u32::MAX);
         progress(Progress { stage: Stage::Publishing, layers_done: 0, layers_total: total });

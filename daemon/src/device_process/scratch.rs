@@ -11,15 +11,45 @@ use statecopy_proto::{Direction, IndexWidth, PlanKind, Refusal, RefusalCode};
 /// How long one row of scratch may take before the device counts as broken.
 const SCRATCH_RUN_MAX: Duration = Duration::from_secs(30);
 
-/// Runs gather and scatter for both index widths: the four variants of a fused plan, or the one of a byte-copy plan four
-/// times. Scratch is O(payload), has the cache's alignment class, and is freed only after the device has answered.
-///
-/// # Errors
-/// PREPARE_FAILED naming the variant.
-pub(super) fn run_every_variant<D: Device>(
+/// What runs variants on scratch. Kept from one class to the next: to make it and to drop it, a GPU's driver keeps launches of
+/// others waiting.
+#[derive(Debug)]
+pub(super) struct Trials<D: Device>(Option<D::Launcher>);
+
+impl<D: Device> Default for Trials<D> {
+    fn default() -> Self {
+        Self(None)
+    }
+}
+
+impl<D: Device> Trials<D> {
+    /// Runs gather and scatter for both index widths: the four variants of a fused plan, or the one of a byte-copy plan four
+    /// times. Scratch is O(payload), has the cache's alignment class, and is freed only after the device has answered.
+    ///
+    /// # Errors
+    /// PREPARE_FAILED naming the variant.
+    pub(super) fn run_every_variant(
+        &mut self,
+        device: &D,
+        kind: PlanKind,
+        variants: &D::Variants,
+        signature: &Signature,
+    ) -> Result<(), Refusal> {
+        let mut launcher = match self.0.take() {
+            Some(launcher) => launcher,
+            None => device.trial_launcher()?,
+        };
+        run_every_variant(device, &mut launcher, (kind, variants), signature)?;
+        // One that failed may have launches under way.
+        self.0 = Some(launcher);
+        Ok(())
+    }
+}
+
+fn run_every_variant<D: Device>(
     device: &D,
-    kind: PlanKind,
-    variants: &D::Variants,
+    launcher: &mut D::Launcher,
+    (kind, variants): (PlanKind, &D::Variants),
     signature: &Signature,
 ) -> Result<(), Refusal> {
     let layout = one_row(signature.layout())?;
@@ -30,7 +60,6 @@ pub(super) fn run_every_variant<D: Device>(
         .place(u64::from(signature.base_mod_16()), packed_at)
         .map_err(|error| error.to_refusal("scratch"))?;
     let caches = device.bind(&[(Arc::clone(&scratch), placement)])?;
-    let mut launcher = device.trial_launcher()?;
     for direction in Direction::ALL {
         for width in IndexWidth::ALL {
             let packed = Slice::new(&scratch, packed_at, payload)
@@ -52,7 +81,7 @@ pub(super) fn run_every_variant<D: Device>(
                 packed,
                 part: 0..1,
             };
-            run(&mut launcher, &launch)?;
+            run(launcher, &launch)?;
         }
     }
     Ok(())

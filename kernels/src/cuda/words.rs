@@ -29,7 +29,7 @@ const INPUT_BYTES: usize = 9;
 /// What a launcher can do, which is what it takes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Extent {
-    /// Rows that a launch selects at most.
+    /// Selected rows whose indices and flags may have to be copied to the device before the launch.
     selected_max: u64,
     /// Rows that a launch has at most.
     rows_max: u64,
@@ -43,9 +43,9 @@ impl Extent {
         Self { selected_max, rows_max: ROWS_PER_LAUNCH_MAX, orders: STREAMS }
     }
 
-    /// Runs kernels once, beside others that serve. To pin and to free the memory of a serving one keeps their launches waiting
-    /// for 6 ms (H200): the driver makes one wait for the other.
-    pub(super) const TRIAL: Self = Self { selected_max: 1, rows_max: 1, orders: 0 };
+    /// Runs kernels once, with inputs that travel with the launch, beside others that serve. To pin and to free the memory of a
+    /// serving one keeps their launches waiting for 6 ms (H200): the driver makes one wait for the other.
+    pub(super) const TRIAL: Self = Self { selected_max: 0, rows_max: 1, orders: 0 };
 
     /// Bytes that the words of one launcher take of the host's memory.
     pub(super) fn word_bytes(self) -> Option<usize> {
@@ -55,8 +55,7 @@ impl Extent {
 
     /// Bytes that they take of the device's.
     pub(super) fn staging_bytes(self) -> Option<u64> {
-        let bytes = self.input_bytes()?.checked_mul(TICKETS_MAX)?;
-        u64::try_from(bytes.max(ALIGNMENT)).ok()
+        u64::try_from(self.input_bytes()?.checked_mul(TICKETS_MAX)?).ok()
     }
 
     /// One byte a row of a launch.
@@ -76,7 +75,7 @@ pub(super) struct Words {
     context: Arc<Context>,
     memory: NonNull<u8>,
     /// Where inputs are on the device, slot by slot.
-    staging: ManuallyDrop<DeviceMemory>,
+    staging: ManuallyDrop<Option<DeviceMemory>>,
     state_bytes: usize,
     input_bytes: usize,
     /// Whether the device may still write them.
@@ -93,7 +92,8 @@ impl Words {
         let bytes = extent.word_bytes().expect(bounded);
         let (state_bytes, input_bytes) =
             extent.state_bytes().zip(extent.input_bytes()).expect(bounded);
-        let staging = DeviceMemory::zeroed(context, extent.staging_bytes().expect(bounded))?;
+        let staging = Some(extent.staging_bytes().expect(bounded)).filter(|bytes| *bytes > 0);
+        let staging = staging.map(|bytes| DeviceMemory::zeroed(context, bytes)).transpose()?;
         let memory = context.enter()?.allocate_host(bytes)?;
         // SAFETY: the done words lie at the start of the allocation, and nobody else knows of it yet. The rest is memory that
         // the driver made, which holds whatever it holds.
@@ -157,10 +157,11 @@ impl Words {
         TICKETS_MAX * (DONE_BYTES + self.state_bytes) + slot * self.input_bytes
     }
 
-    /// Where the device reads the inputs of a slot, once they are copied there.
+    /// Where the device reads the inputs of a slot, once they are copied there. Nowhere, where there is no room for any.
     pub(super) fn staged_address(&self, slot: usize) -> u64 {
         assert!(slot < TICKETS_MAX, "A slot has room for inputs");
-        self.staging.range().start + (slot * self.input_bytes) as u64
+        let start = self.staging.as_ref().map_or(0, |staging| staging.range().start);
+        start + (slot * self.input_bytes) as u64
     }
 
     /// Copies the first inputs of a slot to the device, in the stream's order.

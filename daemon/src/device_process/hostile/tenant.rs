@@ -22,6 +22,7 @@ use super::guarded::Guarded;
 use super::input::random_bytes;
 use crate::device_process::compiled::Tables;
 use crate::device_process::plans::{self, Absent};
+use crate::device_process::scratch::Trials;
 use crate::device_process::table::{Regions, SessionTable, Terms};
 use crate::record::{LayerRecord, RegistrationRecord, SetRecord};
 
@@ -156,7 +157,8 @@ impl Tenant {
             let signature = SignatureHash(0);
             targets.push(Target { binding: set.binding, signature, placements, check_unique });
         }
-        let bound = plans::prepare(device, &mut Tables::default(), registration, &mut |_| {})
+        let tools = (&mut Tables::default(), &mut Trials::default());
+        let bound = plans::prepare(device, tools, registration, &mut |_| {})
             .and_then(|prepared| prepared.seal(device, &mut |_| {}))
             .and_then(|sealed| {
                 let terms = Terms { hook_epoch: 0, launch_bytes_max: LAUNCH_BYTES_MAX };
