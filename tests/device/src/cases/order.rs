@@ -260,8 +260,11 @@ pub(crate) fn new_classes(setup: &Setup) -> Result<String> {
         for slot in (0..ROWS).cycle() {
             let asked = Instant::now();
             bed.order(&mut queue, Direction::Gather, slot)?;
-            queue.finish()?;
+            while !queue.stream.is_idle()? {
+                thread::yield_now();
+            }
             took.push(asked.elapsed());
+            queue.lane.check()?;
             if others.is_finished() {
                 break;
             }
