@@ -123,7 +123,7 @@ fn print_config(flags: &Flags, json: bool) -> Exit {
         Err(error) => return complain(&error, Exit::Config),
     };
     for variable in ignored {
-        let text = format!("statecopyd: warning: {variable} is no setting and is ignored\n");
+        let text = format!("statecopyd: warning: {variable}\n");
         let _ = io::stderr().write_all(text.as_bytes());
     }
     let text = if json {
@@ -148,8 +148,9 @@ fn serve(flags: &Flags, program: SelfProgram) -> Exit {
         return complain(&error, Exit::System);
     }
     end_on_panic();
-    for variable in &loaded.ignored {
-        tracing::warn!(variable, "the variable is no setting and is ignored");
+    for ignored in &loaded.ignored {
+        let (variable, meant) = (&ignored.variable, ignored.meant.as_deref());
+        tracing::warn!(variable, meant, "the variable is no setting and is ignored");
     }
     match raise_descriptor_limit() {
         Ok(limit) => tracing::debug!(soft = limit.soft, hard = limit.hard, "open files"),

@@ -4,9 +4,11 @@
 //! what `statecopyd config` prints above each value, and where the unit of a number stands.
 
 mod device;
+mod flags;
 mod load;
 mod print;
 mod rules;
+mod sources;
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -15,7 +17,8 @@ use serde::{Deserialize, Serialize};
 use statecopy_kernels::cuda::DRIVER_LIBRARY;
 
 pub use self::device::{DeviceName, UnknownDevice};
-pub use self::load::{Flags, Loaded, load};
+pub use self::flags::Flags;
+pub use self::load::{Ignored, Loaded, load};
 pub use self::print::{to_json, to_toml};
 pub use self::rules::ConfigError;
 pub(crate) use self::rules::HttpAddress;

@@ -1,82 +1,23 @@
 //! Where settings come from.
 
 use std::ffi::OsStr;
-use std::io;
 use std::path::{Path, PathBuf};
+use std::{fmt, io};
 
-use clap::Arg;
 use config::builder::{ConfigBuilder, DefaultState};
-use config::{Config, File, FileFormat};
+use config::{Config, File, FileFormat, FileSourceString};
 use statecopy_kernels::cuda::store::default_directory;
 
-use super::{ConfigError, DeviceName, LogFormat, Settings};
+use super::flags::DEFAULT_FILE;
+use super::sources::{Sources, nearest, nearest_in_file, unknown_key};
+use super::{ConfigError, Flags, Settings};
 
-/// The file that is read when no flag names one, if it is there.
-const DEFAULT_FILE: &str = "/etc/statecopy/statecopyd.toml";
 /// What every variable begins with.
 const PREFIX: &str = "STATECOPY_";
 /// Variables of the same beginning that belong to clients.
 const OF_CLIENTS: [&str; 1] = ["STATECOPY_ADDR"];
 /// Between a table and its field in the name of a variable.
 const SEPARATOR: &str = "__";
-
-/// The settings that flags can give. A flag that was not given is `None` or empty.
-///
-/// Each is named for its setting, of which its help takes the default.
-#[derive(Debug, Clone, Default, clap::Args)]
-#[command(mut_args(with_default))]
-pub struct Flags {
-    /// A file in place of the usual one.
-    #[arg(long, value_name = "FILE", help = format!("Read this file [default: {DEFAULT_FILE}, where it is there]"))]
-    pub config: Option<PathBuf>,
-    /// Directory of the sockets and of the lock
-    #[arg(long, value_name = "DIR")]
-    pub runtime_dir: Option<PathBuf>,
-    /// Serve this device: host, cuda:ORDINAL or cuda:UUID; may repeat
-    #[arg(long = "device", value_name = "DEVICE")]
-    pub devices: Vec<DeviceName>,
-    /// Address of /metrics, /healthz and /readyz, or "off"
-    #[arg(long, value_name = "ADDRESS")]
-    pub http_address: Option<String>,
-    /// Let this user open sessions, beside the daemon's own and root; may repeat
-    #[arg(long = "allow-uid", value_name = "UID")]
-    pub allow_uids: Vec<u32>,
-    /// How long accepted copies may take to finish once the daemon drains
-    #[arg(long, value_name = "MS")]
-    pub drain_grace_ms: Option<u32>,
-    /// Threads that copy on the host device
-    #[arg(long, value_name = "COUNT")]
-    pub copy_threads: Option<u32>,
-    /// How long the executor spins for the next request before it sleeps
-    #[arg(long, value_name = "US")]
-    pub spin_us: Option<u32>,
-    /// Let the executor never sleep
-    #[arg(long)]
-    pub busy_poll: bool,
-    /// The CPU that the executor stays on
-    #[arg(long, value_name = "CPU")]
-    pub executor_cpu: Option<u32>,
-    /// End the device process when something is compiled, or the environment or allocator entered, after a seal
-    #[arg(long)]
-    pub abort_after_seal: bool,
-    /// Form of a log line
-    #[arg(long, value_name = "FORMAT")]
-    pub log_format: Option<LogFormat>,
-    /// error, warn, info, debug or trace, or filters for single modules
-    #[arg(long, value_name = "LEVEL")]
-    pub log_level: Option<String>,
-}
-
-/// Adds to a flag's help what holds without it.
-fn with_default(flag: Arg) -> Arg {
-    let id = flag.get_id().as_str();
-    // A flag is named for its key, with or without the table.
-    let named = |key: &String| key.replace('.', "_") == id || key.rsplit('.').next() == Some(id);
-    let Some(key) = Settings::keys().into_iter().find(named) else { return flag };
-    let help = flag.get_help().map(ToString::to_string).unwrap_or_default();
-    let default = Settings::default_of(&key);
-    flag.help(format!("{help} [default: {default}]"))
-}
 
 /// The effective settings.
 #[derive(Debug, Clone)]
@@ -86,7 +27,23 @@ pub struct Loaded {
     /// The file that was read.
     pub file: Option<PathBuf>,
     /// Variables that begin like a setting and are none.
-    pub ignored: Vec<String>,
+    pub ignored: Vec<Ignored>,
+}
+
+/// A variable that begins like a setting and is none.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ignored {
+    /// Its name.
+    pub variable: String,
+    /// The variable that was likely meant.
+    pub meant: Option<String>,
+}
+
+impl fmt::Display for Ignored {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} is no setting and is ignored", self.variable)?;
+        self.meant.iter().try_for_each(|meant| write!(f, "; did you mean {meant}?"))
+    }
 }
 
 /// Reads the settings. `environment` are the variables of the process.
@@ -99,56 +56,87 @@ pub fn load(
 ) -> Result<Loaded, ConfigError> {
     let environment: Vec<(String, String)> = environment.into_iter().collect();
     let mut builder = Config::builder();
-    for (key, path) in directories(&environment) {
+    let mut sources = Sources::default();
+    for (key, variable, path) in directories(&environment) {
         builder =
             builder.set_default(key, &*path.to_string_lossy()).map_err(|error| refused(&error))?;
+        sources.under.extend(variable.map(|variable| (key, variable)));
     }
     let file = file(flags)?;
     if let Some(path) = &file {
         let text = std::fs::read_to_string(path).map_err(|error| unread(path, &error))?;
         let source = File::from_str(&text, FileFormat::Toml);
-        // By itself first: an unknown key is only then told with its file.
-        let alone = Config::builder().add_source(source.clone()).build();
-        let _: Settings = alone
-            .and_then(Config::try_deserialize)
-            .map_err(|error| ConfigError::Value(format!("{error} in {}", path.display())))?;
-        check_types(path, &text)?;
+        sources.file = Some((path.clone(), check_file(path, &text, source.clone())?));
         builder = builder.add_source(source);
     }
-    let variables = Variables::read(&environment);
-    for (key, variable, text) in &variables.known {
-        builder = over(builder, key, from_text(key, text), variable)?;
+    let (known, ignored) = variables(&environment);
+    for (key, variable, text) in known {
+        builder = over(builder, &key, from_text(&key, &text), &variable)?;
+        sources.over.push((key, variable));
     }
-    for (key, value) in flag_values(flags) {
-        builder = over(builder, key, value, "a flag")?;
+    for (key, flag, value) in flags.values() {
+        builder = over(builder, key, value, flag)?;
+        sources.over.push((key.to_owned(), flag.to_owned()));
     }
-    let settings: Settings =
-        builder.build().and_then(Config::try_deserialize).map_err(|error| refused(&error))?;
-    settings.check()?;
-    Ok(Loaded { settings, file, ignored: variables.ignored })
+    let settings: Result<Settings, _> = builder.build().and_then(Config::try_deserialize);
+    let settings = settings.map_err(|error| refused_of(&error, &sources))?;
+    settings.check().map_err(|error| error.given(|key| sources.of(key)))?;
+    Ok(Loaded { settings, file, ignored })
 }
 
-/// Refuses a value of another type than its key's: otherwise 1.6 would become 1, and "yes" true, without a word.
-fn check_types(path: &Path, text: &str) -> Result<(), ConfigError> {
+/// Refuses a key that is no setting, and a value of another type than its key's: otherwise 1.6 would become 1, and "yes" true,
+/// without a word.
+fn check_file(
+    path: &Path,
+    text: &str,
+    source: File<FileSourceString, FileFormat>,
+) -> Result<toml::Table, ConfigError> {
+    let refused = |what: &dyn fmt::Display| {
+        ConfigError::Value(format!("{}: {}", path.display(), what.to_string().trim_end()))
+    };
+    let table: toml::Table = toml::from_str(text).map_err(|error| refused(&error))?;
+    if let Some(key) = unknown_key(&table, "", &Settings::keys()) {
+        let guess = nearest_in_file(&key).map(|meant| format!("; did you mean {meant}?"));
+        let guess = guess.unwrap_or_default();
+        return Err(refused(&format!("{key} is no setting{guess} (statecopyd config prints all)")));
+    }
+    // Each tells of some values what the other takes, and the first one names the whole key.
+    let alone = Config::builder().add_source(source).build();
+    let _: Settings = alone.and_then(Config::try_deserialize).map_err(|error| refused(&error))?;
     let typed: Result<Settings, _> = toml::from_str(text);
-    let refused = |error| ConfigError::Value(format!("{}: {error}", path.display()));
-    typed.map(drop).map_err(refused)
+    typed.map(|_| table).map_err(|error| refused(&error))
 }
 
-/// The directories that follow from where the user keeps such things.
-fn directories(environment: &[(String, String)]) -> Vec<(&'static str, PathBuf)> {
+/// The directories that follow from where the user keeps such things: key, the variable where one says it, path.
+fn directories(
+    environment: &[(String, String)],
+) -> Vec<(&'static str, Option<&'static str>, PathBuf)> {
     let set = |name: &str| {
         let (_, value) = environment.iter().find(|(known, _)| known == name)?;
         Some(OsStr::new(value))
     };
-    let runtime = set("XDG_RUNTIME_DIR").filter(|directory| !directory.is_empty());
-    let runtime = runtime.map(|it| ("runtime_dir", Path::new(it).join("statecopy")));
+    let name = "XDG_RUNTIME_DIR";
+    let runtime = set(name).filter(|directory| !directory.is_empty());
+    let runtime = runtime.map(|it| ("runtime_dir", Some(name), Path::new(it).join("statecopy")));
+    // A variable that is no absolute path is passed over.
     let store = default_directory(set("XDG_CACHE_HOME"), set("HOME"));
-    runtime.into_iter().chain([("artifact_store", store)]).collect()
+    runtime.into_iter().chain([("artifact_store", None, store)]).collect()
 }
 
 fn refused(error: &config::ConfigError) -> ConfigError {
     ConfigError::Value(error.to_string())
+}
+
+/// With where it was given, where the error does not say so itself.
+fn refused_of(error: &config::ConfigError, sources: &Sources) -> ConfigError {
+    let text = error.to_string();
+    match error {
+        config::ConfigError::At { key: Some(key), origin: None, .. } => {
+            let source = sources.of(key).map(|source| format!(" in {source}"));
+            ConfigError::Value(text + &source.unwrap_or_default())
+        }
+        _ => ConfigError::Value(text),
+    }
 }
 
 fn file(flags: &Flags) -> Result<Option<PathBuf>, ConfigError> {
@@ -176,30 +164,28 @@ fn over(
     builder.set_override(key, value).map_err(|error| refused(&error))
 }
 
-/// The variables that concern the daemon.
-struct Variables {
-    /// Key, variable, value.
-    known: Vec<(String, String, String)>,
-    ignored: Vec<String>,
+/// Key, variable and value of each variable that is a setting; and what is said of those that begin like one and are none.
+fn variables(environment: &[(String, String)]) -> (Vec<(String, String, String)>, Vec<Ignored>) {
+    let keys = Settings::keys();
+    let (mut known, mut ignored) = (Vec::new(), Vec::new());
+    for (variable, value) in environment {
+        let Some(rest) = variable.strip_prefix(PREFIX) else {
+            continue;
+        };
+        let key = rest.to_ascii_lowercase().replace(SEPARATOR, ".");
+        if keys.contains(&key) {
+            known.push((key, variable.clone(), value.clone()));
+        } else if !OF_CLIENTS.contains(&variable.as_str()) {
+            let meant = nearest(&key).map(|key| variable_of(&key));
+            ignored.push(Ignored { variable: variable.clone(), meant });
+        }
+    }
+    (known, ignored)
 }
 
-impl Variables {
-    fn read(environment: &[(String, String)]) -> Self {
-        let keys = Settings::keys();
-        let mut variables = Self { known: Vec::new(), ignored: Vec::new() };
-        for (variable, value) in environment {
-            let Some(rest) = variable.strip_prefix(PREFIX) else {
-                continue;
-            };
-            let key = rest.to_ascii_lowercase().replace(SEPARATOR, ".");
-            if keys.contains(&key) {
-                variables.known.push((key, variable.clone(), value.clone()));
-            } else if !OF_CLIENTS.contains(&variable.as_str()) {
-                variables.ignored.push(variable.clone());
-            }
-        }
-        variables
-    }
+/// The variable of a setting.
+fn variable_of(key: &str) -> String {
+    format!("{PREFIX}{}", key.replace('.', SEPARATOR).to_ascii_uppercase())
 }
 
 /// A value as a variable writes it: lists are separated by commas, with or without the brackets and quotes of the file.
@@ -214,32 +200,10 @@ fn from_text(key: &str, text: &str) -> config::Value {
     config::Value::from(items.map(ToOwned::to_owned).collect::<Vec<String>>())
 }
 
-fn flag_values(flags: &Flags) -> Vec<(&'static str, config::Value)> {
-    let mut values: Vec<(&'static str, config::Value)> = Vec::new();
-    let mut put = |key, value: Option<config::Value>| {
-        values.extend(value.map(|value| (key, value)));
-    };
-    let path = flags.runtime_dir.as_ref().map(|path| path.to_string_lossy().into_owned());
-    put("runtime_dir", path.map(Into::into));
-    let devices: Vec<String> = flags.devices.iter().map(DeviceName::to_string).collect();
-    put("devices", (!devices.is_empty()).then(|| devices.into()));
-    put("http_address", flags.http_address.clone().map(Into::into));
-    let uids = flags.allow_uids.clone();
-    put("allow_uids", (!uids.is_empty()).then(|| uids.into()));
-    put("drain_grace_ms", flags.drain_grace_ms.map(Into::into));
-    put("copy_threads", flags.copy_threads.map(Into::into));
-    put("spin_us", flags.spin_us.map(Into::into));
-    put("busy_poll", flags.busy_poll.then(|| true.into()));
-    put("executor_cpu", flags.executor_cpu.map(Into::into));
-    put("debug.abort_after_seal", flags.abort_after_seal.then(|| true.into()));
-    put("log.format", flags.log_format.map(|format| format.label().into()));
-    put("log.level", flags.log_level.clone().map(Into::into));
-    values
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::DeviceName;
 
     fn variables(pairs: &[(&str, &str)]) -> Vec<(String, String)> {
         pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
@@ -302,6 +266,84 @@ mod tests {
     }
 
     #[test]
+    fn a_value_that_breaks_a_rule_is_told_with_where_it_was_given() {
+        let (_directory, mut flags) = with_file("drain_grace_ms = 0\n[limits]\nlayers_max = 0\n");
+        let file = flags.config.clone().unwrap().display().to_string();
+        let refused = |flags: &Flags, pairs: &[(&str, &str)]| {
+            load(flags, variables(pairs)).unwrap_err().to_string()
+        };
+        let text = refused(&flags, &[]);
+        assert!(text.contains("drain_grace_ms = 0 of ") && text.contains(&file), "{text}");
+        let variable = ("STATECOPY_DRAIN_GRACE_MS", "0");
+        let text = refused(&flags, &[variable]);
+        assert!(text.contains(" of STATECOPY_DRAIN_GRACE_MS") && !text.contains(&file), "{text}");
+        flags.drain_grace_ms = Some(0);
+        let text = refused(&flags, &[variable]);
+        assert!(text.contains(" of --drain-grace-ms"), "{text}");
+        flags.drain_grace_ms = Some(1);
+        let text = refused(&flags, &[variable]);
+        assert!(text.contains("limits.layers_max = 0 of ") && text.contains(&file), "{text}");
+        let text = refused(&flags, &[("STATECOPY_LIMITS__LAYERS_MAX", "0")]);
+        assert!(text.contains(" of STATECOPY_LIMITS__LAYERS_MAX"), "{text}");
+        let text = refused(&Flags::default(), &[("XDG_RUNTIME_DIR", "run")]);
+        assert!(text.contains("runtime_dir = run/statecopy of XDG_RUNTIME_DIR"), "{text}");
+        let twice = [("STATECOPY_drain_grace_ms", "1"), ("STATECOPY_DRAIN_GRACE_MS", "0")];
+        let text = refused(&Flags::default(), &twice);
+        assert!(text.contains(" of STATECOPY_DRAIN_GRACE_MS"), "{text}");
+    }
+
+    #[test]
+    fn a_value_of_a_flag_is_told_with_the_flag() {
+        let none = Flags::default;
+        for (flags, flag) in [
+            (Flags { runtime_dir: Some("run".into()), ..none() }, "--runtime-dir"),
+            (Flags { devices: vec![DeviceName::Host; 2], ..none() }, "--device"),
+            (Flags { http_address: Some("nowhere".to_owned()), ..none() }, "--http-address"),
+            (Flags { drain_grace_ms: Some(0), ..none() }, "--drain-grace-ms"),
+            (Flags { copy_threads: Some(0), ..none() }, "--copy-threads"),
+            (Flags { spin_us: Some(u32::MAX), ..none() }, "--spin-us"),
+            (Flags { executor_cpu: Some(u32::MAX), ..none() }, "--executor-cpu"),
+            (Flags { log_level: Some("loud".to_owned()), ..none() }, "--log-level"),
+        ] {
+            let text = load(&flags, []).unwrap_err().to_string();
+            assert!(text.contains(&format!(" {flag}")), "{flag}: {text}");
+        }
+    }
+
+    #[test]
+    fn a_name_that_is_no_setting_is_told_with_the_one_that_was_meant() {
+        for (wrong, meant) in [
+            ("drain_grace = 5", "drain_grace_ms"),
+            ("limits.layer_max = 5", "limits.layers_max"),
+            ("layers_max = 5", "limits.layers_max"),
+            ("limit.layers_max = 5", "limits"),
+            ("lane_slot = 5", "lane_slots"),
+        ] {
+            let (_directory, flags) = with_file(&format!("{wrong}\n"));
+            let text = load(&flags, []).unwrap_err().to_string();
+            assert!(text.contains("statecopyd.toml"), "{text}");
+            assert!(text.contains(&format!("did you mean {meant}?")), "{wrong}: {text}");
+        }
+        let (_directory, flags) = with_file("nothing_like_it = 5\n");
+        let text = load(&flags, []).unwrap_err().to_string();
+        assert!(
+            text.contains("nothing_like_it is no setting (") && !text.contains("mean"),
+            "{text}"
+        );
+        for (wrong, meant) in [
+            ("STATECOPY_LIMITS_LAYERS_MAX", Some("STATECOPY_LIMITS__LAYERS_MAX")),
+            ("STATECOPY_LAYERS_MAX", Some("STATECOPY_LIMITS__LAYERS_MAX")),
+            // A table is no setting.
+            ("STATECOPY_LOG", None),
+            ("STATECOPY_LIMIT", None),
+        ] {
+            let ignored = load(&Flags::default(), variables(&[(wrong, "5")])).unwrap().ignored;
+            assert_eq!(ignored[0].meant.as_deref(), meant, "{wrong}");
+            assert_eq!(ignored[0].to_string().contains("did you mean"), meant.is_some());
+        }
+    }
+
+    #[test]
     fn a_value_of_another_type_is_refused_and_not_converted() {
         for line in [
             "lane_slots = 1023.6",
@@ -310,10 +352,12 @@ mod tests {
             "busy_poll = 1",
             "http_address = 9090",
             "limits.layers_max = \"7\"",
+            "limits = 5",
         ] {
             let (_directory, flags) = with_file(&format!("{line}\n"));
             let text = load(&flags, []).unwrap_err().to_string();
-            assert!(text.contains("statecopyd.toml") && text.contains(line), "{line}: {text}");
+            let key = line.split(' ').next().unwrap();
+            assert!(text.contains("statecopyd.toml") && text.contains(key), "{line}: {text}");
         }
         for wrong in ["1023.6", "many", ""] {
             let text = load(&Flags::default(), variables(&[("STATECOPY_LANE_SLOTS", wrong)]));
@@ -349,6 +393,7 @@ mod tests {
     fn a_variable_that_is_no_setting_is_reported_and_ignored() {
         let environment = variables(&[("STATECOPY_SOKET", "x"), ("STATECOPY_ADDR", "/run/x")]);
         let loaded = load(&Flags::default(), environment).unwrap();
-        assert_eq!(loaded.ignored, ["STATECOPY_SOKET"]);
+        let ignored = Ignored { variable: "STATECOPY_SOKET".to_owned(), meant: None };
+        assert_eq!(loaded.ignored, [ignored]);
     }
 }

@@ -25,15 +25,27 @@ pub enum ConfigError {
     #[error("Configuration: {0}")]
     Value(String),
     /// A value breaks its rule.
-    #[error("Configuration: {key} = {value}: {rule}")]
+    #[error("Configuration: {key} = {value}{}: {rule}", of_source(source_name.as_deref()))]
     Rule {
         /// The setting.
         key: &'static str,
         /// Its value.
         value: String,
+        /// Where it was given: a flag, a variable or a file. `None` where nobody gave it.
+        source_name: Option<String>,
         /// What it must be.
         rule: String,
     },
+}
+
+impl ConfigError {
+    /// Says where the value was given that breaks its rule.
+    pub(super) fn given(mut self, source_of: impl FnOnce(&str) -> Option<String>) -> Self {
+        if let Self::Rule { key, source_name, .. } = &mut self {
+            *source_name = source_of(key);
+        }
+        self
+    }
 }
 
 /// Where HTTP is served, if at all.
@@ -157,7 +169,12 @@ fn rule<T>(
     value: impl std::fmt::Display,
     rule: impl Into<String>,
 ) -> Result<T, ConfigError> {
-    Err(ConfigError::Rule { key, value: format!("{value}"), rule: rule.into() })
+    let (value, rule) = (format!("{value}"), rule.into());
+    Err(ConfigError::Rule { key, value, source_name: None, rule })
+}
+
+fn of_source(source: Option<&str>) -> String {
+    source.map(|source| format!(" of {source}")).unwrap_or_default()
 }
 
 /// Whether it is a filter of log lines that was meant as one: a word alone is a level, and no module that nobody has.

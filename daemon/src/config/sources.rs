@@ -1,0 +1,77 @@
+//! Where each setting was given, so that a refusal says it.
+
+use std::path::PathBuf;
+
+use super::Settings;
+
+/// What was read, beside the defaults.
+#[derive(Debug, Default)]
+pub(super) struct Sources {
+    /// Keys whose default a variable of the user's says, and the variable.
+    pub(super) under: Vec<(&'static str, &'static str)>,
+    pub(super) file: Option<(PathBuf, toml::Table)>,
+    /// Keys that variables and flags give, and which of them; the strongest last.
+    pub(super) over: Vec<(String, String)>,
+}
+
+impl Sources {
+    /// Where the value of a setting comes from; `None` where it is the default.
+    pub(super) fn of(&self, key: &str) -> Option<String> {
+        if let Some((_, name)) = self.over.iter().rev().find(|(known, _)| known == key) {
+            return Some(name.clone());
+        }
+        if let Some((path, _)) = self.file.as_ref().filter(|(_, table)| has(table, key)) {
+            return Some(path.display().to_string());
+        }
+        let under = self.under.iter().find(|(known, _)| *known == key);
+        under.map(|(_, variable)| (*variable).to_owned())
+    }
+}
+
+fn has(table: &toml::Table, key: &str) -> bool {
+    match key.split_once('.') {
+        None => table.contains_key(key),
+        Some((name, rest)) => {
+            table.get(name).and_then(toml::Value::as_table).is_some_and(|inner| has(inner, rest))
+        }
+    }
+}
+
+/// The first key of a table that is no setting and no table of settings.
+pub(super) fn unknown_key(table: &toml::Table, within: &str, keys: &[String]) -> Option<String> {
+    table.iter().find_map(|(name, value)| {
+        let key = format!("{within}{name}");
+        let below = format!("{key}.");
+        match value.as_table() {
+            _ if keys.contains(&key) => None,
+            _ if !keys.iter().any(|known| known.starts_with(&below)) => Some(key),
+            Some(inner) => unknown_key(inner, &below, keys),
+            // Of another type than a table's.
+            None => None,
+        }
+    })
+}
+
+/// The setting that was likely meant.
+pub(super) fn nearest(name: &str) -> Option<String> {
+    nearest_of(name, Settings::keys())
+}
+
+/// The setting that was likely meant, or the table of settings.
+pub(super) fn nearest_in_file(name: &str) -> Option<String> {
+    let mut known = Settings::keys();
+    let tables = known.iter().filter_map(|key| key.split_once('.'));
+    known.extend(tables.map(|(table, _)| table.to_owned()).collect::<Vec<_>>());
+    nearest_of(name, known)
+}
+
+fn nearest_of(name: &str, known: Vec<String>) -> Option<String> {
+    fn last(key: &str) -> &str {
+        key.rsplit('.').next().unwrap_or(key)
+    }
+    if let Some(in_another_table) = known.iter().find(|it| last(it) == last(name)) {
+        return Some(in_another_table.clone());
+    }
+    let distance = |known: &String| strsim::damerau_levenshtein(name, known);
+    known.into_iter().min_by_key(distance).filter(|known| distance(known) * 3 <= name.len())
+}
