@@ -215,8 +215,8 @@ pub trait Device: fmt::Debug + Send + Sync + Sized + 'static {
     /// PREPARE_FAILED when it cannot be made.
     fn launcher(&self) -> Result<Self::Launcher, Refusal>;
 
-    /// The same for prepare, which launches one row at a time, in no order, with indices and flags in private memory. It is made
-    /// while others are served, and takes little.
+    /// The same for prepare, which launches one row at a time, in no order, with indices and flags in private memory. It takes
+    /// little, because other workers are served meanwhile. Never called between a seal and the next registration.
     ///
     /// # Errors
     /// PREPARE_FAILED when it cannot be made.

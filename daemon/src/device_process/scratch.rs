@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use statecopy_kernels::device::{Device, Flags, Indices, Launch, Launcher, Slice};
+use statecopy_kernels::device::{Device, Flags, Indices, Launch, Launcher, Moved, Slice};
 use statecopy_kernels::layout::CacheLayout;
 use statecopy_kernels::signature::{ALIGNMENT_BYTES, Signature};
 use statecopy_proto::{Direction, IndexWidth, PlanKind, Refusal, RefusalCode};
@@ -24,7 +24,8 @@ impl<D: Device> Default for Trials<D> {
 
 impl<D: Device> Trials<D> {
     /// Runs gather and scatter for both index widths: the four variants of a fused plan, or the one of a byte-copy plan four
-    /// times. Scratch is O(payload), has the cache's alignment class, and is freed only after the device has answered.
+    /// times. Scratch is O(payload), has the cache's alignment class, and is freed only after the device has answered, or
+    /// counts as broken.
     ///
     /// # Errors
     /// PREPARE_FAILED naming the variant.
@@ -35,68 +36,64 @@ impl<D: Device> Trials<D> {
         variants: &D::Variants,
         signature: &Signature,
     ) -> Result<(), Refusal> {
+        let layout = one_row(signature.layout())?;
+        let payload = layout.payload_bytes();
+        let packed_at = (ALIGNMENT_BYTES + payload).next_multiple_of(ALIGNMENT_BYTES);
+        let scratch = Arc::new(device.scratch(packed_at + payload)?);
+        let placement = layout
+            .place(u64::from(signature.base_mod_16()), packed_at)
+            .map_err(|error| error.to_refusal("scratch"))?;
+        let caches = device.bind(&[(Arc::clone(&scratch), placement)])?;
+        for direction in Direction::ALL {
+            for width in IndexWidth::ALL {
+                let packed = Slice::new(&scratch, packed_at, payload)
+                    .ok_or_else(|| failed("the scratch is too small"))?;
+                let launch = Launch::<'_, D> {
+                    kind,
+                    variants,
+                    caches: &caches,
+                    direction,
+                    selected: 1,
+                    indices: match width {
+                        IndexWidth::Int32 => Indices::Int32(&[0]),
+                        IndexWidth::Int64 => Indices::Int64(&[0]),
+                    },
+                    flags: match direction {
+                        Direction::Gather => Flags::Inline(&[1]),
+                        Direction::Scatter => Flags::None,
+                    },
+                    packed,
+                    part: 0..1,
+                };
+                self.run(device, &launch)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn run(&mut self, device: &D, launch: &Launch<'_, D>) -> Result<(), Refusal> {
         let mut launcher = match self.0.take() {
             Some(launcher) => launcher,
             None => device.trial_launcher()?,
         };
-        run_every_variant(device, &mut launcher, (kind, variants), signature)?;
-        // One that failed may have launches under way.
+        let variant = launch.variant().label();
+        // A launcher whose launch was not answered is dropped, before the scratch.
+        let moved =
+            answer(&mut launcher, launch).map_err(|why| failed(&format!("{variant}: {why}")))?;
         self.0 = Some(launcher);
-        Ok(())
+        if moved.copied == 1 { Ok(()) } else { Err(failed(&format!("{variant} moved no row"))) }
     }
 }
 
-fn run_every_variant<D: Device>(
-    device: &D,
-    launcher: &mut D::Launcher,
-    (kind, variants): (PlanKind, &D::Variants),
-    signature: &Signature,
-) -> Result<(), Refusal> {
-    let layout = one_row(signature.layout())?;
-    let payload = layout.payload_bytes();
-    let packed_at = (ALIGNMENT_BYTES + payload).next_multiple_of(ALIGNMENT_BYTES);
-    let scratch = Arc::new(device.scratch(packed_at + payload)?);
-    let placement = layout
-        .place(u64::from(signature.base_mod_16()), packed_at)
-        .map_err(|error| error.to_refusal("scratch"))?;
-    let caches = device.bind(&[(Arc::clone(&scratch), placement)])?;
-    for direction in Direction::ALL {
-        for width in IndexWidth::ALL {
-            let packed = Slice::new(&scratch, packed_at, payload)
-                .ok_or_else(|| failed("the scratch is too small"))?;
-            let launch = Launch::<'_, D> {
-                kind,
-                variants,
-                caches: &caches,
-                direction,
-                selected: 1,
-                indices: match width {
-                    IndexWidth::Int32 => Indices::Int32(&[0]),
-                    IndexWidth::Int64 => Indices::Int64(&[0]),
-                },
-                flags: match direction {
-                    Direction::Gather => Flags::Inline(&[1]),
-                    Direction::Scatter => Flags::None,
-                },
-                packed,
-                part: 0..1,
-            };
-            run(launcher, &launch)?;
-        }
-    }
-    Ok(())
-}
-
-fn run<D: Device>(launcher: &mut D::Launcher, launch: &Launch<'_, D>) -> Result<(), Refusal> {
-    let variant = launch.variant().label();
-    let ticket = launcher.launch(launch).map_err(|fault| failed(&format!("{variant}: {fault}")))?;
+/// What a launch moved. An error says why that is not known.
+fn answer<D: Device>(launcher: &mut D::Launcher, launch: &Launch<'_, D>) -> Result<Moved, String> {
+    let ticket = launcher.launch(launch).map_err(|fault| fault.to_string())?;
     let until = Instant::now() + SCRATCH_RUN_MAX;
     loop {
-        match launcher.poll(ticket).map_err(|fault| failed(&format!("{variant}: {fault}")))? {
-            Some(moved) if moved.copied == 1 => return Ok(()),
-            Some(_) => return Err(failed(&format!("{variant} moved no row"))),
+        match launcher.poll(ticket).map_err(|fault| fault.to_string())? {
+            Some(moved) => return Ok(moved),
             None if Instant::now() > until => {
-                return Err(failed(&format!("{variant} did not end within {SCRATCH_RUN_MAX:?}")));
+                return Err(format!("no end within {SCRATCH_RUN_MAX:?}"));
             }
             None => std::thread::yield_now(),
         }

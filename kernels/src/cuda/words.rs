@@ -31,7 +31,7 @@ const INPUT_BYTES: usize = 9;
 pub(super) struct Extent {
     /// Selected rows whose indices and flags may have to be copied to the device before the launch.
     selected_max: u64,
-    /// Rows that a launch has at most.
+    /// Rows that a launch has at most where the device tells which of them it copied.
     rows_max: u64,
     /// Streams for launches in an order.
     pub(super) orders: u32,

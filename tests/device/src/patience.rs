@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 
 /// Ten times the longest bound on anything that a case waits for.
-const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 const STEP: Duration = Duration::from_millis(2);
 
 /// Asks again until there is an answer.

@@ -8,6 +8,7 @@ use statecopy_client::{DataType, Direction, Indices, PlanKind, Request};
 use statecopy_kernels::layout::CacheLayout;
 
 use crate::lanes::{Bed, Gates, Queue, ROWS, Sizes, bell_and_wait, share_words};
+use crate::patience::PATIENCE;
 use crate::rig::{Rig, Spec, Target};
 use crate::setup::Setup;
 use crate::watch::Watch;
@@ -261,6 +262,7 @@ pub(crate) fn new_classes(setup: &Setup) -> Result<String> {
             let asked = Instant::now();
             bed.order(&mut queue, Direction::Gather, slot)?;
             while !queue.stream.is_idle()? {
+                ensure!(asked.elapsed() < PATIENCE, "the copy of slot {slot} is not made");
                 thread::yield_now();
             }
             took.push(asked.elapsed());
