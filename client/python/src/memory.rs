@@ -304,13 +304,16 @@ impl Tensor {
     }
 }
 
-/// A shape, as NumPy and torch take it too.
-#[derive(FromPyObject)]
-pub(crate) enum Sizes {
-    /// Of one axis.
-    One(i64),
-    /// Of each axis.
-    All(Vec<i64>),
+/// A shape, as NumPy and torch take it too: a size, or one for each axis.
+fn read_shape(shape: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+    if let Ok(size) = shape.extract() {
+        return Ok(vec![size]);
+    }
+    shape.extract().or_else(|_| {
+        let given = shape.repr()?;
+        let message = format!("shape: {given} was given; integers of 64 bits are needed");
+        Err(PyTypeError::new_err(message))
+    })
 }
 
 /// Memory that a client can share: zeroed, and of no cost until it is touched. Strides count elements; without them the
@@ -319,16 +322,12 @@ pub(crate) enum Sizes {
 #[pyo3(signature = (shape, dtype, strides=None))]
 pub(crate) fn empty(
     py: Python<'_>,
-    shape: Sizes,
+    shape: &Bound<'_, PyAny>,
     dtype: &Bound<'_, PyAny>,
     strides: Option<Vec<i64>>,
 ) -> PyResult<Tensor> {
     let dtype = read_data_type(dtype)?;
-    let shape = match shape {
-        Sizes::One(size) => vec![size],
-        Sizes::All(sizes) => sizes,
-    };
-    let shape = read_sizes(py, "shape", shape, 1)?;
+    let shape = read_sizes(py, "shape", read_shape(shape)?, 1)?;
     let strides = match strides {
         Some(strides) if strides.len() != shape.len() => {
             let message = format!("{} strides for {} axes", strides.len(), shape.len());

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from statecopy import _core
@@ -32,6 +32,22 @@ class Plans(Mapping[str, PlanT], Generic[PlanT, SetT]):
 
     def __repr__(self) -> str:
         return f"Plans({list(self._plans)}, sets={list(self.sets)})"
+
+
+def set_members(sets: Mapping[str, Sequence[str]] | None) -> dict[str, list[str]]:
+    """The layers of each binding set, of an argument of that name. A lone name is no list of names."""
+    if sets is None:
+        return {}
+    if not isinstance(sets, Mapping):
+        raise TypeError(f"sets: a mapping of names to lists of layers is needed, not {type(sets).__name__}")
+    found = {}
+    for name, members in sets.items():
+        if isinstance(members, str) or not isinstance(members, Iterable):
+            raise TypeError(f"sets: {name!r} needs a list of layers, not {type(members).__name__}")
+        found[name] = list(members)
+        if not all(isinstance(member, str) for member in found[name]):
+            raise TypeError(f"sets: {name!r} needs a list of layers' names, not {members!r}")
+    return found
 
 
 SessionT = TypeVar("SessionT", bound="Session")
@@ -123,8 +139,11 @@ class Client(Session):
         next registration, :meth:`release` or :meth:`close`. No request may select more than ``max_selected`` rows. ``sets``
         names groups of layers of one layout that one request copies. ``check_unique`` refuses a scatter whose destinations
         repeat: for debugging. ``progress(stage, done, total)`` hears how far it is.
+
+        Raises ``statecopy.Error``, which names the layer; then nothing is published. What the daemon refuses withdraws the
+        plans of before, too; an argument that this side refuses leaves them.
         """
-        by_name = {name: list(of) for name, of in (sets or {}).items()}
+        by_name = set_members(sets)
         plans, of_sets = self._core._register(tensors, max_selected, by_name, check_unique, progress)
         return Plans(plans, of_sets)
 

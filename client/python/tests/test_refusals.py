@@ -260,6 +260,19 @@ def test_empty_refuses_what_is_no_tensor(shape: Any, dtype: str, strides: Any, n
         statecopy.empty(shape, dtype, strides=strides)
 
 
+@pytest.mark.parametrize("shape", ["8", 2.5, None, (4, "2"), 2**64, {"a": 1}])
+def test_a_shape_of_another_type_is_named_in_words_of_python(shape: Any) -> None:
+    with pytest.raises(TypeError) as caught:
+        statecopy.empty(shape, "float32")
+    assert str(caught.value) == f"shape: {shape!r} was given; integers of 64 bits are needed"
+
+
+@pytest.mark.parametrize("sets", [5, ["all"], {"all": 5}, {"all": "layers.0"}, {"all": [0]}, {"all": b"0"}])
+def test_sets_map_names_to_lists_of_layers(client: statecopy.Client, sets: Any) -> None:
+    with pytest.raises(TypeError, match=r"^sets: "):
+        client.register({"layers.0": Cache().states}, max_selected=4, sets=sets)
+
+
 def test_every_exception_is_a_runtime_error_and_argument_errors_are_value_errors_too() -> None:
     families = (
         *(statecopy.ArgumentError, statecopy.PlanError, statecopy.HandleError, statecopy.SessionError),

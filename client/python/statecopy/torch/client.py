@@ -10,7 +10,7 @@ import torch
 
 import statecopy
 from statecopy import _core
-from statecopy._client import Session
+from statecopy._client import Session, set_members
 from statecopy.errors import ArgumentError
 from statecopy.torch import device as devices
 from statecopy.torch.fallback import Fallback
@@ -95,16 +95,16 @@ class Client(Session):
         ``layers=False`` gives plans for eager calls and graphs, whose names are not layers of a forward context:
         compiling them raises. ``progress(stage, done, total)`` hears how far it is.
 
-        Raises ``statecopy.Error``, which names the layer; then nothing is published.
+        Raises ``statecopy.Error``, which names the layer; then nothing is published. What the daemon refuses withdraws the
+        plans of before, too; an argument that this side refuses leaves them.
         """
-        states = dict(tensors)
+        states, of_sets = dict(tensors), set_members(sets)
         index = devices.of_states(states)
         if index is not None:
             self._hooks.bind(index)
         unique = self.debug if check_unique is None else check_unique
         # As late as can be, so that a model's own definition of the names comes first.
         define("vllm")
-        of_sets = {name: list(members) for name, members in (sets or {}).items()}
         try:
             found, found_sets = self._core._register(states, max_selected, of_sets, unique, progress)
         except BaseException:
