@@ -172,7 +172,7 @@ pub(crate) struct DemoOptions {
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=16_384))]
     pub(crate) selected: Option<u32>,
     /// Prefill steps of each worker
-    #[arg(long, default_value_t = 200)]
+    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) steps: u64,
     /// Worker processes
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]

@@ -309,6 +309,7 @@ fn what_cannot_be_used_is_told_with_a_way_out() {
             "/nowhere.json cannot be read",
             "Name a file that `statecopy bench --output` wrote",
         ),
+        (&["demo", "--steps", "0"], 2, "invalid value '0' for '--steps", "0 is not in 1.."),
         (&["replay", "/nowhere.jsonl"], 2, "/nowhere.jsonl", "Name a file of one JSON object"),
         (&["replay", SMALL_TRACE, "--rows", "1"], 2, "rows is 1", "Give --rows 256 or more"),
         (
