@@ -326,10 +326,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def source(commit: str | None) -> dict[str, Any]:
-    """What was measured, by its hashes."""
+def source(commit: str | None, programs: dict[str, Path]) -> dict[str, Any]:
+    """What was measured, and by which programs: the hashes of their files."""
     core = Path(sys.modules["statecopy._core"].__file__ or "")
-    files = {"bench": HERE / "bench.py", "paths": HERE / "paths.py", "extension": core, "daemon": binary()}
+    files = {**programs, "extension": core, "daemon": binary()}
     hashes = {f"{name}_sha256": hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
     return {"version": statecopy.__version__, "commit": commit, **hashes}
 
@@ -489,7 +489,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "trials": options.trials,
         "started_unix_s": int(begin),
         "took_s": round(time.time() - begin),
-        "source": source(options.commit),
+        "source": source(options.commit, {"bench": HERE / "bench.py", "paths": HERE / "paths.py"}),
         "machine": facts,
         "device": device_facts(device),
         "pinning": pinning,

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCH = Path(__file__).resolve().parents[3] / "tests" / "peers" / "bench.py"
+PEERS = Path(__file__).resolve().parents[3] / "tests" / "peers"
 PATHS = {
     "gather": {"daemon", "control", "daemon_preallocated", "torch_index", "index_select", "index_select_preallocated"},
     "clear": {"daemon", "control", "daemon_preallocated", "torch_index", "index_select", "index_select_preallocated"},
@@ -16,8 +16,8 @@ PATHS = {
 }
 
 
-def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, BENCH, *arguments]
+def bench(*arguments: str | Path, program: str = "bench.py") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, PEERS / program, *arguments]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=100, env=dict(os.environ))
 
 
@@ -51,3 +51,22 @@ def test_a_case_that_is_none_is_named(tmp_path: Path) -> None:
     ran = bench("--output", tmp_path / "record.json", "--cases", "s9")
     assert ran.returncode == 2
     assert "'s9'" in ran.stderr
+
+
+def test_copies_are_measured_alone_and_beside_a_worker_that_registers(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    ran = bench("--output", record, "--seconds", "0.4", program="beside.py")
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(record.read_text(encoding="utf-8"))["beside"]
+    assert list(found) == ["alone", "loaded", "new_kernels"]
+    for company, told in found.items():
+        tail = [told["copies"][name] for name in ("median_us", "p99_us", "p99_9_us", "longest_us")]
+        assert told["copies"]["calls"] > 0
+        assert tail[0] > 0
+        assert tail == sorted(tail)
+        assert company == "alone" or told["neighbour"]["rounds"] > 0
+    kept = record.read_bytes()
+    again = bench("--output", record, program="beside.py")
+    assert again.returncode == 2
+    assert "exists" in again.stderr
+    assert record.read_bytes() == kept
