@@ -324,6 +324,15 @@ pub enum Indices<'a, R> {
 }
 
 impl<R> Indices<'_, R> {
+    /// Row 0 alone, in private memory.
+    #[must_use]
+    pub fn first_row(width: IndexWidth) -> Self {
+        match width {
+            IndexWidth::Int32 => Self::Int32(&[0]),
+            IndexWidth::Int64 => Self::Int64(&[0]),
+        }
+    }
+
     /// How wide they are.
     #[must_use]
     pub fn width(&self) -> IndexWidth {

@@ -54,10 +54,7 @@ impl<D: Device> Trials<D> {
                     caches: &caches,
                     direction,
                     selected: 1,
-                    indices: match width {
-                        IndexWidth::Int32 => Indices::Int32(&[0]),
-                        IndexWidth::Int64 => Indices::Int64(&[0]),
-                    },
+                    indices: Indices::first_row(width),
                     flags: match direction {
                         Direction::Gather => Flags::Inline(&[1]),
                         Direction::Scatter => Flags::None,

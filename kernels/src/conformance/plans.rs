@@ -22,7 +22,7 @@ pub fn one_row_scratch_runs_every_variant<T: DeviceUnderTest>(under_test: &T) {
         let variants = device.compile(&KernelClass::of(kind, &signature)).expect("it compiles");
         let placement = layout.place(base, scratch.bytes()).expect("the scratch holds it");
         let caches = device.bind(&[(Arc::clone(&scratch), placement)]).expect("it is bound");
-        let mut launcher = device.launcher().expect("the device launches");
+        let mut launcher = device.trial_launcher().expect("the device launches");
         let mut served = Vec::new();
         for direction in Direction::ALL {
             for width in IndexWidth::ALL {
@@ -32,10 +32,7 @@ pub fn one_row_scratch_runs_every_variant<T: DeviceUnderTest>(under_test: &T) {
                     caches: &caches,
                     direction,
                     selected: 1,
-                    indices: match width {
-                        IndexWidth::Int32 => Indices::Int32(&[0]),
-                        IndexWidth::Int64 => Indices::Int64(&[0]),
-                    },
+                    indices: Indices::first_row(width),
                     flags: Flags::None,
                     packed: Slice::new(&scratch, packed_at, bytes).expect("packed fits"),
                     part: 0..1,
