@@ -112,9 +112,7 @@ pub fn run(
     reason = "the settings' own variables, read once at the start"
 )]
 fn load(flags: &Flags) -> Result<Loaded, ConfigError> {
-    let environment = std::env::vars_os()
-        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
-    config::load(flags, environment)
+    config::load(flags, config::texts(std::env::vars_os())?)
 }
 
 fn print_config(flags: &Flags, json: bool) -> Exit {

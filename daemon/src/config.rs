@@ -18,7 +18,7 @@ use statecopy_kernels::cuda::DRIVER_LIBRARY;
 
 pub use self::device::{DeviceName, UnknownDevice};
 pub use self::flags::Flags;
-pub use self::load::{Ignored, Loaded, load};
+pub use self::load::{Ignored, Loaded, load, texts};
 pub use self::print::{to_json, to_toml};
 pub use self::rules::ConfigError;
 pub(crate) use self::rules::HttpAddress;

@@ -1,6 +1,6 @@
 //! Where settings come from.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::{fmt, io};
 
@@ -9,13 +9,15 @@ use config::{Config, File, FileFormat, FileSourceString};
 use statecopy_kernels::cuda::store::default_directory;
 
 use super::flags::DEFAULT_FILE;
-use super::sources::{Sources, nearest, nearest_in_file, unknown_key};
+use super::sources::{Sources, nearest, nearest_in_file, no_table, unknown_key};
 use super::{ConfigError, Flags, Settings};
 
 /// What every variable begins with.
 const PREFIX: &str = "STATECOPY_";
 /// Variables of the same beginning that belong to clients.
 const OF_CLIENTS: [&str; 1] = ["STATECOPY_ADDR"];
+/// Where the user's sockets lie.
+const RUNTIME_DIRECTORY: &str = "XDG_RUNTIME_DIR";
 /// Between a table and its field in the name of a variable.
 const SEPARATOR: &str = "__";
 
@@ -44,6 +46,27 @@ impl fmt::Display for Ignored {
         write!(f, "{} is no setting and is ignored", self.variable)?;
         self.meant.iter().try_for_each(|meant| write!(f, "; did you mean {meant}?"))
     }
+}
+
+/// The variables of a process as text. One that is no text and no setting is left out.
+///
+/// # Errors
+/// [`ConfigError::Value`] of a setting whose value is no text: the daemon would serve without it, somewhere else.
+pub fn texts(
+    environment: impl IntoIterator<Item = (OsString, OsString)>,
+) -> Result<Vec<(String, String)>, ConfigError> {
+    let mut texts = Vec::new();
+    for (name, value) in environment {
+        let Ok(name) = name.into_string() else { continue };
+        match value.into_string() {
+            Ok(value) => texts.push((name, value)),
+            Err(value) if name.starts_with(PREFIX) || name == RUNTIME_DIRECTORY => {
+                return Err(ConfigError::Value(format!("{name} = {value:?} is no UTF-8 text")));
+            }
+            Err(_) => {}
+        }
+    }
+    Ok(texts)
 }
 
 /// Reads the settings. `environment` are the variables of the process.
@@ -95,6 +118,9 @@ fn check_file(
         ConfigError::Value(format!("{}: {}", path.display(), what.to_string().trim_end()))
     };
     let table: toml::Table = toml::from_str(text).map_err(|error| refused(&error))?;
+    if let Some(name) = no_table(&table) {
+        return Err(refused(&format!("{name} is a table of settings: write [{name}] above them")));
+    }
     if let Some(key) = unknown_key(&table, "", &Settings::keys()) {
         let guess = nearest_in_file(&key).map(|meant| format!("; did you mean {meant}?"));
         let guess = guess.unwrap_or_default();
@@ -115,7 +141,7 @@ fn directories(
         let (_, value) = environment.iter().find(|(known, _)| known == name)?;
         Some(OsStr::new(value))
     };
-    let name = "XDG_RUNTIME_DIR";
+    let name = RUNTIME_DIRECTORY;
     let runtime = set(name).filter(|directory| !directory.is_empty());
     let runtime = runtime.map(|it| ("runtime_dir", Some(name), Path::new(it).join("statecopy")));
     // A variable that is no absolute path is passed over.
@@ -131,7 +157,10 @@ fn refused(error: &config::ConfigError) -> ConfigError {
 fn refused_of(error: &config::ConfigError, sources: &Sources) -> ConfigError {
     let text = error.to_string();
     match error {
-        config::ConfigError::At { key: Some(key), origin: None, .. } => {
+        config::ConfigError::At { key: Some(key), origin: None, .. }
+        | config::ConfigError::Type { key: Some(key), origin: None, .. } => {
+            // An element of a list is of its list.
+            let key = key.split('[').next().unwrap_or(key);
             let source = sources.of(key).map(|source| format!(" in {source}"));
             ConfigError::Value(text + &source.unwrap_or_default())
         }
@@ -202,6 +231,8 @@ fn from_text(key: &str, text: &str) -> config::Value {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::ffi::OsStringExt as _;
+
     use super::*;
     use crate::config::DeviceName;
 
@@ -352,7 +383,6 @@ mod tests {
             "busy_poll = 1",
             "http_address = 9090",
             "limits.layers_max = \"7\"",
-            "limits = 5",
         ] {
             let (_directory, flags) = with_file(&format!("{line}\n"));
             let text = load(&flags, []).unwrap_err().to_string();
@@ -362,6 +392,36 @@ mod tests {
         for wrong in ["1023.6", "many", ""] {
             let text = load(&Flags::default(), variables(&[("STATECOPY_LANE_SLOTS", wrong)]));
             assert!(text.is_err(), "{wrong:?}: {text:?}");
+        }
+    }
+
+    #[test]
+    fn a_table_is_a_table_and_no_list_of_values() {
+        for line in ["debug = [true]", "limits = [3, 4]", "limits = []", "log = 5", "[[cuda]]"] {
+            let (_directory, flags) = with_file(&format!("{line}\n"));
+            let text = load(&flags, []).unwrap_err().to_string();
+            assert!(text.contains("statecopyd.toml") && text.contains(" is a table"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_setting_that_is_no_text_is_refused_and_other_variables_are_left_alone() {
+        let no_text = || OsString::from_vec(vec![b'/', 0xff]);
+        let all = |name: &str| texts([(name.into(), no_text()), ("HOME".into(), "/home".into())]);
+        assert_eq!(all("OLDPWD").unwrap(), variables(&[("HOME", "/home")]));
+        for name in ["STATECOPY_RUNTIME_DIR", "XDG_RUNTIME_DIR"] {
+            let text = all(name).unwrap_err().to_string();
+            assert!(text.contains(name) && text.contains("UTF-8"), "{text}");
+        }
+    }
+
+    #[test]
+    fn an_element_of_a_list_is_told_with_its_variable() {
+        for (variable, value) in
+            [("STATECOPY_ALLOW_UIDS", "1,x"), ("STATECOPY_DEVICES", "host,cpu")]
+        {
+            let text = load(&Flags::default(), variables(&[(variable, value)])).unwrap_err();
+            assert!(text.to_string().contains(variable), "{text}");
         }
     }
 

@@ -37,19 +37,27 @@ fn has(table: &toml::Table, key: &str) -> bool {
     }
 }
 
-/// The first key of a table that is no setting and no table of settings.
+/// The first key of a table that is no setting. What is a table of settings is one.
 pub(super) fn unknown_key(table: &toml::Table, within: &str, keys: &[String]) -> Option<String> {
     table.iter().find_map(|(name, value)| {
         let key = format!("{within}{name}");
         let below = format!("{key}.");
         match value.as_table() {
             _ if keys.contains(&key) => None,
-            _ if !keys.iter().any(|known| known.starts_with(&below)) => Some(key),
-            Some(inner) => unknown_key(inner, &below, keys),
-            // Of another type than a table's.
-            None => None,
+            Some(inner) if keys.iter().any(|known| known.starts_with(&below)) => {
+                unknown_key(inner, &below, keys)
+            }
+            _ => Some(key),
         }
     })
+}
+
+/// A table of settings that is none in the file. A list would be taken for its values in their order.
+pub(super) fn no_table(file: &toml::Table) -> Option<String> {
+    let keys = Settings::keys();
+    let mut tables = keys.iter().filter_map(|key| key.split_once('.')).map(|(table, _)| table);
+    let is_none = |table: &&str| file.get(*table).is_some_and(|value| !value.is_table());
+    tables.find(is_none).map(ToOwned::to_owned)
 }
 
 /// The setting that was likely meant.
