@@ -2,10 +2,11 @@
 //!
 //! Copies on the ring are waited for on the calling thread. Every other call drives a runtime of the client's own there.
 //! Several threads may call at once. Do not call it inside `async` code: tokio panics where one runtime is driven inside
-//! another.
+//! another. A call within another one, by its progress, is refused.
 
 mod copies;
 
+use std::cell::Cell;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
@@ -18,7 +19,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use crate::attempt::{Attempts, Effect};
 use crate::call::Call;
-use crate::error::Error;
+use crate::error::{ArgumentError, Error};
 use crate::graphs::GraphLane;
 use crate::lanes::StreamLane;
 use crate::link::Link;
@@ -45,6 +46,28 @@ impl Drop for Background {
     }
 }
 
+thread_local! {
+    /// Whether this thread drives a call: it cannot drive another one meanwhile, of whichever client.
+    static DRIVES: Cell<bool> = const { Cell::new(false) };
+}
+
+/// This thread drives a call, until it is dropped.
+struct Driving;
+
+impl Driving {
+    /// `None` while it drives one already.
+    fn begin() -> Option<Self> {
+        // Not made where it is not begun: its end would be the other one's.
+        (!DRIVES.replace(true)).then(|| Self)
+    }
+}
+
+impl Drop for Driving {
+    fn drop(&mut self) {
+        DRIVES.set(false);
+    }
+}
+
 /// The runtime of one client, until it is closed.
 #[derive(Debug)]
 struct Driver(Mutex<Option<Arc<Background>>>);
@@ -56,6 +79,9 @@ impl Driver {
     }
 
     fn drive<T>(&self, call: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+        let Some(_driving) = Driving::begin() else {
+            return Err(Error::Argument(ArgumentError::Within));
+        };
         let running = lock(&self.0).clone();
         match running.as_deref() {
             Some(Background(Some(runtime))) => runtime.block_on(call),

@@ -208,6 +208,11 @@ pub enum ProtocolError {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ArgumentError {
+    /// A call that blocks was made while this thread makes another one.
+    #[error(
+        "A call that waits for the daemon was made within another one, by its progress for example"
+    )]
+    Within,
     /// No such layer among these bindings.
     #[error("No layer {name} was registered")]
     NoSuchLayer {
@@ -328,6 +333,9 @@ impl Error {
             Self::Protocol { .. } => "Install a client and a daemon of the same build.",
             Self::Address(_) => {
                 "Give unix:///path/of/the/socket, the socket's path, or a runtime directory."
+            }
+            Self::Argument(ArgumentError::Within) => {
+                "Make the call once the other one has returned, or in another thread."
             }
             Self::Argument(_) => "Correct the argument named here.",
             Self::Memory { .. } => {

@@ -224,6 +224,7 @@ impl Client {
         let session = &self.session;
         session.check(py)?;
         let max_selected = read_rows(max_selected)?;
+        let _turn = session.turns.take(py)?;
         let caches = self.caches(layers, max_selected, check_unique)?;
         let mut registration = Registration::new();
         for cache in &caches {
@@ -283,6 +284,7 @@ impl Client {
     fn rebind(&self, py: Python<'_>, layers: &Bound<'_, PyMapping>) -> PyResult<()> {
         let session = &self.session;
         session.check(py)?;
+        let _turn = session.turns.take(py)?;
         let caches = self.caches(layers, 1, false)?;
         for cache in &caches {
             self.check_layout(py, cache)?;
@@ -305,6 +307,7 @@ impl Client {
     /// rebind wakes them.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         self.session.check(py)?;
+        let _turn = self.session.turns.take(py)?;
         self.session.settle(py)?;
         self.session.keep(py, BTreeMap::new());
         py.detach(|| self.session.pool.trim());

@@ -29,6 +29,7 @@ mod regions;
 mod session;
 mod streams;
 mod sync;
+mod turn;
 mod view;
 
 #[cfg(not(target_pointer_width = "64"))]

@@ -24,6 +24,7 @@ use crate::order::Order;
 use crate::regions::Regions;
 use crate::streams::Streams;
 use crate::sync::{AtomicBool, AtomicU32, Ordering};
+use crate::turn::Turns;
 use crate::view::{View, Whose};
 
 /// The lane of a thread that names none.
@@ -63,6 +64,8 @@ pub(crate) struct Session {
     timeout: Duration,
     /// The tensor library's own memory cannot be shared: results lie in the pool.
     makes_none: AtomicBool,
+    /// Whoever changes what is registered has one.
+    pub(crate) turns: Turns,
     /// The registered tensors: a plan is not to outlive its cache.
     registered: Mutex<BTreeMap<String, Registered>>,
     birth: Birth,
@@ -100,6 +103,7 @@ impl Session {
             guest,
             hooks,
             counters: Counters::default(),
+            turns: Turns::default(),
             registered: Mutex::default(),
             birth: Birth::here(),
             closed: AtomicBool::new(false),

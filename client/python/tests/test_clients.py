@@ -288,3 +288,47 @@ def test_registration_tells_how_far_it_is(client: statecopy.Client) -> None:
     client.register({"layers.0": cache.states}, max_selected=4, progress=lambda *now: told.append(now))
     assert told
     assert all(0 <= done <= total == 1 for _, done, total in told)
+
+
+def test_threads_that_register_with_one_client_take_turns(client: statecopy.Client) -> None:
+    raised: list[BaseException] = []
+
+    def register(number: int) -> None:
+        try:
+            for turn in range(40):
+                cache = statecopy.empty((4, 1, 2, 4), "int32")
+                np.asarray(cache)[:] = 1000 * number + turn
+                plan = client.register({f"layers.{number}": cache}, max_selected=2)[f"layers.{number}"]
+                # Stale once another thread's turn has come.
+                try:
+                    packed = np.asarray(plan.gather(int32(3)))
+                except statecopy.PlanError:
+                    continue
+                assert (packed == 1000 * number + turn).all()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=register, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not raised
+
+
+def test_what_a_registration_calls_may_not_register_in_its_turn(client: statecopy.Client) -> None:
+    cache, tells = Cache(), []
+
+    def progress(*_told: object) -> None:
+        with pytest.raises(statecopy.ArgumentError, match="while it runs in the same thread"):
+            client.release()
+        for call in (client.ping, client.inspect):
+            with pytest.raises(statecopy.ArgumentError, match="within another one"):
+                call()
+        tells.append(True)
+
+    plan = client.register({"layers.0": cache.states}, max_selected=2, progress=progress)["layers.0"]
+    assert tells
+    assert bytes_of(plan.gather(int32(1))) == bytes_of(cache.states[1:2])
+    client.release()
