@@ -17,6 +17,7 @@ import collections
 import contextlib
 import gc
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -32,6 +33,9 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+# Before a folder of that name is in the way.
+if importlib.util.find_spec("torch") is None:
+    sys.exit(f"{Path(sys.argv[0]).name} needs torch, and this Python has none: pip install torch")
 for folder in (HERE, HERE.parents[1] / "client" / "python" / "tests"):
     sys.path.insert(0, str(folder))
 

@@ -268,7 +268,9 @@ fn bind_set(
         })?;
         if members.iter().any(|other| other.record.binding == layer.record.binding) {
             let sentence = format!("Set {name} names layer {member} twice");
-            return Err(Refusal::new(RefusalCode::Overlap, sentence).about(&name));
+            return Err(Refusal::new(RefusalCode::Overlap, sentence)
+                .about(&name)
+                .remedied_by("Name each layer of a set once."));
         }
         members.push(layer);
     }
