@@ -9,7 +9,7 @@ use config::{Config, File, FileFormat, FileSourceString};
 use statecopy_kernels::cuda::store::default_directory;
 
 use super::flags::DEFAULT_FILE;
-use super::sources::{Sources, nearest, nearest_in_file, no_table, unknown_key};
+use super::sources::{Sources, nearest, no_table, unknown_key};
 use super::{ConfigError, Flags, Settings};
 
 /// What every variable begins with.
@@ -121,8 +121,10 @@ fn check_file(
     if let Some(name) = no_table(&table) {
         return Err(refused(&format!("{name} is a table of settings: write [{name}] above them")));
     }
-    if let Some(key) = unknown_key(&table, "", &Settings::keys()) {
-        let guess = nearest_in_file(&key).map(|meant| format!("; did you mean {meant}?"));
+    let keys = Settings::keys();
+    if let Some(key) = unknown_key(&table, "", &keys) {
+        let known = keys.iter().map(String::as_str).chain(Settings::tables());
+        let guess = nearest(&key, known).map(|meant| format!("; did you mean {meant}?"));
         let guess = guess.unwrap_or_default();
         return Err(refused(&format!("{key} is no setting{guess} (statecopyd config prints all)")));
     }
@@ -205,7 +207,7 @@ fn variables(environment: &[(String, String)]) -> (Vec<(String, String, String)>
         if keys.contains(&key) {
             known.push((key, variable.clone(), value.clone()));
         } else if !OF_CLIENTS.contains(&variable.as_str()) {
-            let meant = nearest(&key).map(|key| variable_of(&key));
+            let meant = nearest(&key, keys.iter().map(String::as_str)).map(variable_of);
             ignored.push(Ignored { variable: variable.clone(), meant });
         }
     }

@@ -31,6 +31,11 @@ impl Settings {
         keys
     }
 
+    /// The name of every table.
+    pub(crate) fn tables<'a>() -> impl Iterator<Item = &'a str> {
+        TABLES.iter().map(|(table, _)| *table)
+    }
+
     /// Whether a setting is a list.
     pub(crate) fn is_list(key: &str) -> bool {
         table(&Self::default()).get(key).is_some_and(toml::Value::is_array)

@@ -53,33 +53,20 @@ pub(super) fn unknown_key(table: &toml::Table, within: &str, keys: &[String]) ->
 }
 
 /// A table of settings that is none in the file. A list would be taken for its values in their order.
-pub(super) fn no_table(file: &toml::Table) -> Option<String> {
-    let keys = Settings::keys();
-    let mut tables = keys.iter().filter_map(|key| key.split_once('.')).map(|(table, _)| table);
-    let is_none = |table: &&str| file.get(*table).is_some_and(|value| !value.is_table());
-    tables.find(is_none).map(ToOwned::to_owned)
+pub(super) fn no_table<'a>(file: &toml::Table) -> Option<&'a str> {
+    Settings::tables().find(|table| file.get(*table).is_some_and(|value| !value.is_table()))
 }
 
-/// The setting that was likely meant.
-pub(super) fn nearest(name: &str) -> Option<String> {
-    nearest_of(name, Settings::keys())
-}
-
-/// The setting that was likely meant, or the table of settings.
-pub(super) fn nearest_in_file(name: &str) -> Option<String> {
-    let mut known = Settings::keys();
-    let tables = known.iter().filter_map(|key| key.split_once('.'));
-    known.extend(tables.map(|(table, _)| table.to_owned()).collect::<Vec<_>>());
-    nearest_of(name, known)
-}
-
-fn nearest_of(name: &str, known: Vec<String>) -> Option<String> {
+/// The setting that was likely meant, of those that are `known`; in a file, tables are.
+pub(super) fn nearest<'a>(name: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     fn last(key: &str) -> &str {
         key.rsplit('.').next().unwrap_or(key)
     }
-    if let Some(in_another_table) = known.iter().find(|it| last(it) == last(name)) {
-        return Some(in_another_table.clone());
-    }
-    let distance = |known: &String| strsim::damerau_levenshtein(name, known);
-    known.into_iter().min_by_key(distance).filter(|known| distance(known) * 3 <= name.len())
+    let known: Vec<&str> = known.into_iter().collect();
+    let in_another_table = known.iter().find(|it| last(it) == last(name));
+    let written_otherwise = || {
+        let distance = |known: &&&str| strsim::damerau_levenshtein(name, known);
+        known.iter().min_by_key(distance).filter(|known| distance(known) * 3 <= name.len())
+    };
+    in_another_table.or_else(written_otherwise).copied()
 }
