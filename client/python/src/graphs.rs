@@ -19,7 +19,8 @@ use statecopy_client::sharing::Buffer;
 use statecopy_client::{GraphLane, Step};
 use statecopy_kernels::cuda::{Capture, GuestWords, StreamOp};
 
-use crate::streams::{Ask, Failed, Streams, lock};
+use crate::lock::lock;
+use crate::streams::{Ask, Failed, Streams};
 use crate::sync::{AtomicBool, Ordering};
 
 /// The graphs of one client's session.

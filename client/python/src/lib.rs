@@ -20,6 +20,7 @@ mod export;
 mod fork;
 mod graphs;
 mod hooks;
+mod lock;
 mod memory;
 mod operands;
 mod order;

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
@@ -16,6 +16,7 @@ use statecopy_client::{DataType, Memory};
 use crate::errors;
 use crate::export::{self, DL_CPU, DL_CUDA, DlDevice, Kept, Owner};
 use crate::fork::Birth;
+use crate::lock::lock;
 use crate::sync::{AtomicU64, Ordering};
 
 /// Where the bytes of a tensor are.
@@ -81,7 +82,7 @@ impl Registry {
     /// Those that this process made.
     fn here() -> MutexGuard<'static, ByAddress> {
         let registry = Self::after(Birth::here().forks());
-        registry.allocations.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&registry.allocations)
     }
 }
 

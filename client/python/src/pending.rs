@@ -1,7 +1,7 @@
 //! Copies that were submitted and are waited for later.
 
 use std::mem;
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -10,6 +10,7 @@ use statecopy_client::blocking::InFlight;
 
 use crate::copy::Prepared;
 use crate::errors;
+use crate::lock::lock;
 
 /// A copy in flight: wait for it, or await it. Dropped before, it is given up, and may run yet.
 #[pyclass(frozen, module = "statecopy")]
@@ -30,7 +31,7 @@ impl Pending {
 impl Pending {
     /// Waits for the answer.
     fn wait<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let flying = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let flying = lock(&self.0).take();
         let Some((prepared, flight)) = flying.and_then(|mut flying| flying.0.take()) else {
             return Err(errors::waited_for(py));
         };

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::mem;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use pyo3::prelude::*;
@@ -19,6 +19,7 @@ use crate::errors;
 use crate::export::{self, Owner};
 use crate::fork::Birth;
 use crate::hooks::Hooks;
+use crate::lock::lock;
 use crate::memory::{Device, Place, Tensor, dense_strides};
 use crate::order::Order;
 use crate::regions::Regions;
@@ -415,8 +416,4 @@ impl Drop for Session {
             mem::forget((self.client.clone(), self.pool.clone(), self.guest.clone(), streams));
         }
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

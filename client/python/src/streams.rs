@@ -16,7 +16,7 @@
 
 use std::mem;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -31,6 +31,7 @@ use statecopy_proto::Refusal;
 
 use crate::errors;
 use crate::graphs::Graphs;
+use crate::lock::lock;
 
 /// For how long the interpreter's lock is kept while the daemon checks a request: many times what it takes.
 const PATIENCE: Duration = Duration::from_micros(50);
@@ -418,8 +419,4 @@ fn unsettled(timeout: Duration) -> Error {
         .about("stream")
         .remedied_by("Synchronise the streams first, or allow more time (connect(timeout_s=..)).")
         .into()
-}
-
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

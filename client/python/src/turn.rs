@@ -7,11 +7,13 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt as _;
 
 use crate::errors;
+use crate::lock::lock;
 
 /// Whose turn it is. Memory that one registration pins is let go by the next: two at once would take it from each other.
 #[derive(Debug, Default)]
 pub(crate) struct Turns {
     change: Mutex<()>,
+    /// Held for a moment only.
     holder: Mutex<Option<ThreadId>>,
 }
 
@@ -28,23 +30,18 @@ impl Turns {
     /// # Errors
     /// ArgumentError when this thread has one: its progress, or the end of a tensor, calls the client again.
     pub(crate) fn take(&self, py: Python<'_>) -> PyResult<Turn<'_>> {
-        if *self.holder() == Some(thread::current().id()) {
+        if *lock(&self.holder) == Some(thread::current().id()) {
             let message = "register, rebind or release is called while it runs in the same thread";
             return Err(errors::argument(py, "client", None, message));
         }
         let change = self.change.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner);
-        *self.holder() = Some(thread::current().id());
+        *lock(&self.holder) = Some(thread::current().id());
         Ok(Turn { turns: self, _change: change })
-    }
-
-    /// Held for a moment only.
-    fn holder(&self) -> MutexGuard<'_, Option<ThreadId>> {
-        self.holder.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        *self.turns.holder() = None;
+        *lock(&self.turns.holder) = None;
     }
 }
