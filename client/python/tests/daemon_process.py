@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -31,6 +32,16 @@ def eventually(what: str, ask: Callable[[], Answer]) -> Answer:
             return answer
         assert time.monotonic() < deadline, f"not within {PATIENCE_S} s: {what}"
         time.sleep(STEP_S)
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Does work in so many threads at once, each with its number; fails when one does not end."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def binary() -> Path:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import statecopy
-from daemon_process import eventually, stop
+from daemon_process import eventually, in_threads, stop
 from oracle import Cache, Layout, bytes_of, int32, plan_of
 
 if TYPE_CHECKING:
@@ -308,12 +308,7 @@ def test_threads_that_register_with_one_client_take_turns(client: statecopy.Clie
         except BaseException as error:
             raised.append(error)
 
-    threads = [threading.Thread(target=register, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert not any(thread.is_alive() for thread in threads)
+    in_threads(4, register)
     assert not raised
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import statecopy
-from daemon_process import eventually, stop
+from daemon_process import eventually, in_threads, stop
 from oracle import Cache, Layout, bytes_of, caches_in_one_memory, int32, plan_of
 
 if TYPE_CHECKING:
@@ -232,10 +232,5 @@ def test_threads_copy_at_once_each_in_a_lane_of_its_own(client: statecopy.Client
             if bytes_of(plan.gather(indices)) != cache.gathered(indices):
                 wrong.append(f"thread {first}: {indices}")
 
-    threads = [threading.Thread(target=work, args=(first,)) for first in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert not any(thread.is_alive() for thread in threads)
+    in_threads(8, work)
     assert not wrong
